@@ -1,10 +1,14 @@
 """One half-open interval type for tokens, blocks, layers and heads.
 
+In:  two integers.
+Out: `Span`, with intersection, covering, shifting and the blocks that hold it.
 Law: `start <= stop`; the empty span is falsy and covers nothing.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from kv_core.errors import CallerError
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
@@ -21,7 +25,7 @@ class Span:
 
     def __post_init__(self) -> None:
         if self.stop < self.start:
-            raise ValueError(f"a span ends before it starts: start={self.start}, stop={self.stop}")
+            raise CallerError(f"a span ends before it starts: start={self.start}, stop={self.stop}")
 
     def __len__(self) -> int:
         return self.stop - self.start
