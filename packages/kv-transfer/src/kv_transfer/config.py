@@ -1,0 +1,99 @@
+"""Every knob of the transfer layer, in one frozen value.
+
+In:  keyword arguments, each with a default that suits one host.
+Out: a TransferConfig that is valid as a whole.
+Law: nothing else configures this layer: no environment variable, no module state. A value that is out of range, or
+     contradicts another, raises ConfigError naming the setting and both values.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from kv_core.errors import CallerError
+from kv_transfer.protocol.codec import MAX_MESSAGE_BYTES
+
+WILDCARDS: Final = frozenset({"0.0.0.0", "::", "*", ""})
+"""Addresses one can listen at, but nobody can call."""
+
+MIB: Final = 1 << 20
+
+
+class ConfigError(CallerError):
+    """A setting is out of range or contradicts another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferConfig:
+    """Settings of one rank's or one instance's transfer layer. Times are seconds, sizes are bytes.
+
+    More than seven fields, because this is the one place where they are.
+    """
+
+    bind_host: str = "127.0.0.1"
+    """Address to listen at."""
+    advertised_host: str | None = None
+    """Address that peers are told to call; `bind_host` if None, which then may not be a wildcard."""
+    port: int = 0
+    """Port to listen at; 0: any free one."""
+
+    lease_s: float = 30.0
+    """How long an offer waits for its consumers."""
+    request_deadline_s: float = 30.0
+    """How long a load may take, from order to last block; also the longest that a sender serves one session."""
+    release_deadline_s: float = 60.0
+    """How long the release of a remote offer is repeated."""
+    peer_timeout_s: float = 1.0
+    """Silence after which a peer we wait for is probed; it is dead only if it refuses to be called."""
+    peer_idle_s: float = 600.0
+    """Silence after which a peer we want nothing from is forgotten."""
+    nudge_s: float = 1.0
+    """First pause before an unanswered message is repeated; doubles up to `nudge_limit_s`."""
+    nudge_limit_s: float = 5.0
+    tombstone_s: float = 600.0
+    """How long the end of a session or an offer is remembered."""
+
+    chunk_bytes: int = 8 * MIB
+    """Largest chunk; a pair of ranks uses the smaller of both limits."""
+    send_arena_bytes: int = 256 * MIB
+    receive_arena_bytes: int = 256 * MIB
+    chunks_in_flight: int = 4
+    """Most chunks of one session that are granted, or being written, at once."""
+    checksum: bool = True
+    """Ask senders for a CRC-32 of every chunk and verify it before anything is scattered."""
+
+    max_message_bytes: int = MAX_MESSAGE_BYTES
+    max_sessions: int = 4096
+    """Most sessions and parked asks that a sender keeps open; more are refused as busy."""
+
+    def __post_init__(self) -> None:
+        self._check_address()
+        for field in ("lease_s", "request_deadline_s", "release_deadline_s", "peer_timeout_s", "peer_idle_s"):
+            _check_range(field, getattr(self, field), 0.001, 86_400)
+        for field in ("nudge_s", "nudge_limit_s", "tombstone_s"):
+            _check_range(field, getattr(self, field), 0.001, 86_400)
+        _check_range("chunks_in_flight", self.chunks_in_flight, 1, 1024)
+        _check_range("max_sessions", self.max_sessions, 1, 1 << 20)
+        _check_range("max_message_bytes", self.max_message_bytes, 4096, 1 << 30)
+        _check_range("chunk_bytes", self.chunk_bytes, 64, 1 << 40)
+        for field in ("send_arena_bytes", "receive_arena_bytes"):
+            _check_range(field, getattr(self, field), self.chunk_bytes, 1 << 44)
+
+    def _check_address(self) -> None:
+        _check_range("port", self.port, 0, 65535)
+        if self.advertised_host is None and self.bind_host in WILDCARDS:
+            raise ConfigError(
+                f"advertised_host is needed when bind_host is a wildcard: bind_host={self.bind_host!r}, "
+                "advertised_host=None"
+            )
+        if self.advertised_host is not None and self.advertised_host in WILDCARDS:
+            raise ConfigError(f"nobody can call a wildcard: advertised_host={self.advertised_host!r}")
+
+    @property
+    def call_host(self) -> str:
+        """The host that peers are told to call."""
+        return self.bind_host if self.advertised_host is None else self.advertised_host
+
+
+def _check_range(field: str, got: float, least: float, most: float) -> None:
+    if not least <= got <= most:
+        raise ConfigError(f"{field} is out of range: got={got}, allowed={least}..{most}")

@@ -1,0 +1,87 @@
+"""What an engine hands to a Transceiver, and what it polls for.
+
+Out: Offer, ReceiveOrder (engine to us); Received, Progress (us to engine); Settled (instance door to engine).
+Law: torch-free values. Block ids are of the engine's own pool; tables begin at ordinal 0 of the request.
+"""
+
+from dataclasses import dataclass
+
+from kv_core.ids import Incarnation, RequestId, TransferId
+from kv_core.spans import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Blocks of one finished prefill request that peers may read until it is settled.
+
+    Several offers may share a transfer id (one client call cut into several requests); equal prompts then have equal
+    prompt keys, and an ask is served from any live offer of its (transfer id, prompt key).
+    """
+
+    transfer_id: TransferId
+    request_id: RequestId
+    prompt_key: bytes
+    num_tokens: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveOrder:
+    """Tokens of a prompt to be fetched from the instance whose door is at (host, port), into our own blocks.
+
+    `block_ids` is the whole block table of the request; `incarnation`, if known, is the run of the instance that the
+    order is meant for.
+    """
+
+    request_id: RequestId
+    transfer_id: TransferId
+    prompt_key: bytes
+    tokens: Span
+    block_ids: tuple[int, ...]
+    host: str
+    port: int
+    incarnation: Incarnation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTimes:
+    """Where the time of one load went, in seconds; parts overlap, since chunks are pipelined."""
+
+    total_s: float = 0.0
+    ask_s: float = 0.0
+    """From the order to the last sender's Ready."""
+    wire_s: float = 0.0
+    """From the first grant to the last Data."""
+    scatter_s: float = 0.0
+    """Spent verifying and scattering, summed over chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """The one outcome of one order. When this is reported, nothing of ours touches the order's blocks any more."""
+
+    request_id: RequestId
+    ok: bool
+    reason: str
+    """Empty if ok; else why, with both values where two sides differ."""
+    num_bytes: int
+    num_chunks: int
+    num_senders: int
+    times: LoadTimes
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What has ended since the last poll; each request id is reported once."""
+
+    sent: tuple[RequestId, ...]
+    received: tuple[Received, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """An offer that serves nobody from now on: `reason` is "released", "expired" or what the engine gave."""
+
+    transfer_id: TransferId
+    request_id: RequestId
+    reason: str

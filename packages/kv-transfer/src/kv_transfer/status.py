@@ -1,0 +1,61 @@
+"""What is open now, and what has happened since the start, by name.
+
+In:  counts from whoever keeps them.
+Out: Status, for engines, tests, operators and the StatusReply on the wire.
+Law: every gauge in OPEN is 0 when nothing is open and no peer is in doubt; counters only grow.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+OPEN: Final = (
+    "sessions",
+    "sessions_sending",
+    "sessions_receiving",
+    "parked",
+    "offers",
+    "loads",
+    "leases",
+    "leased_bytes",
+    "quarantined",
+    "quarantined_bytes",
+    "releases",
+)
+"""Gauges that must come back to 0. `leases` counts staging regions in use, `quarantined` those a late writer may still
+write; `peers` and `links` are gauges too, but stay while peers do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """A snapshot of one rank or one instance door."""
+
+    gauges: Mapping[str, int]
+    counters: Mapping[str, int]
+
+    @property
+    def open(self) -> dict[str, int]:
+        """The gauges in OPEN that are not 0."""
+        return {name: self.gauges[name] for name in OPEN if self.gauges.get(name)}
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is open: no session, offer, load or staging region."""
+        return not self.open
+
+
+class Counters:
+    """Named counts that only grow; of one thread."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def add(self, name: str, amount: int = 1) -> None:
+        self._counts[name] += amount
+
+    def __getitem__(self, name: str) -> int:
+        return self._counts[name]
+
+    def snapshot(self) -> dict[str, int]:
+        return dict(self._counts)

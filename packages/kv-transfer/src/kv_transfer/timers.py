@@ -1,0 +1,71 @@
+"""Callbacks at times to come.
+
+In:  a clock (seconds, monotonic) and callbacks with delays.
+Out: the callbacks, run by whoever calls `run_due`, in order of time, ties in order of setting.
+Law: a cancelled timer never runs; one that raises leaves the others in place.
+"""
+
+import heapq
+from collections.abc import Callable
+from itertools import count
+
+Clock = Callable[[], float]
+
+
+class Timer:
+    """One callback to come; `cancel` is idempotent and also legal after it ran."""
+
+    __slots__ = ("_run", "when")
+
+    def __init__(self, when: float, run: Callable[[], None]) -> None:
+        self.when = when
+        self._run: Callable[[], None] | None = run
+
+    def cancel(self) -> None:
+        """Never run, and let go of whatever the callback holds."""
+        self._run = None
+
+    @property
+    def is_live(self) -> bool:
+        return self._run is not None
+
+    def fire(self) -> None:
+        """Run once, if not cancelled."""
+        run, self._run = self._run, None
+        if run is not None:
+            run()
+
+
+class Timers:
+    """A heap of timers; of one thread."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self._heap: list[tuple[float, int, Timer]] = []
+        self._order = count()
+
+    def after(self, delay_s: float, run: Callable[[], None]) -> Timer:
+        """Run the callback `delay_s` from now."""
+        timer = Timer(self.clock() + delay_s, run)
+        heapq.heappush(self._heap, (timer.when, next(self._order), timer))
+        return timer
+
+    def next_delay(self) -> float | None:
+        """Seconds until the next timer is due, at least 0; None if there is none."""
+        while self._heap and not self._heap[0][2].is_live:
+            heapq.heappop(self._heap)
+        return max(0.0, self._heap[0][0] - self.clock()) if self._heap else None
+
+    def run_due(self) -> None:
+        """Run all that are due now; those they set run next time, even if due at once."""
+        now = self.clock()
+        due = []
+        while self._heap and self._heap[0][0] <= now:
+            due.append(heapq.heappop(self._heap)[2])
+        while due:
+            try:
+                due.pop(0).fire()
+            except BaseException:
+                for timer in due:
+                    heapq.heappush(self._heap, (timer.when, next(self._order), timer))
+                raise
