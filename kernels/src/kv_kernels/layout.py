@@ -1,0 +1,129 @@
+"""What a caller hands to a copy, checked once for every implementation.
+
+In:  planes, a dense view, block ids, and where the wanted tokens and heads begin.
+Out: a Selection: exactly the blocks touched, and which tokens and heads of them.
+Law: a Selection that exists can be copied without touching memory outside the planes and the dense view.
+
+A plane is a strided view [B, T, H, D] of one layer's K or V; one call takes several that are equal but for their
+address. A dense view is [P, T', H', D], one entry per plane, with any strides. Legend: B blocks, P planes, T tokens
+per block, H heads, D head size; T' and H' are the tokens and heads copied. An engine that stores opaque tiles has T =
+1 and a D that spans the whole tile.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Neighbouring blocks of which the same slots are copied. Every field is half open: (start, stop)."""
+
+    tokens: tuple[int, int]
+    ordinals: tuple[int, int]
+    slots: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The part of the planes one call copies; tokens count from slot 0 of `block_ids[0]`."""
+
+    block_ids: tuple[int, ...]
+    tokens_per_block: int
+    first_token: int
+    num_tokens: int
+    first_head: int
+    num_heads: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to copy."""
+        return not (self.num_tokens and self.num_heads)
+
+    def segments(self) -> Iterator[Segment]:
+        """At most three: the rest of the first block, whole blocks, the beginning of the last block.
+
+        block      |. . a a|b b b b|b b b b|c . . .|
+        tokens          0 2         10        11
+        """
+        if self.is_empty:
+            return
+        size, stop = self.tokens_per_block, self.first_token + self.num_tokens
+        whole_start, whole_stop = -(-self.first_token // size), stop // size
+        if whole_start > whole_stop:
+            yield self._segment(self.first_token, stop)
+            return
+        for start, end in (
+            (self.first_token, whole_start * size),
+            (whole_start * size, whole_stop * size),
+            (whole_stop * size, stop),
+        ):
+            if start < end:
+                yield self._segment(start, end)
+
+    def _segment(self, start: int, stop: int) -> Segment:
+        size = self.tokens_per_block
+        ordinals = start // size, -(-stop // size)
+        slots = (start % size, stop - ordinals[0] * size) if ordinals[1] - ordinals[0] == 1 else (0, size)
+        return Segment((start - self.first_token, stop - self.first_token), ordinals, slots)
+
+
+def select(
+    dense: Tensor, planes: Sequence[Tensor], block_ids: Sequence[int], *, first_token: int, first_head: int
+) -> Selection:
+    """Checks one call; `first_token` counts from slot 0 of `block_ids[0]`. ValueError names both sides of a misfit."""
+    _check_planes(planes)
+    _check_dense(dense, planes)
+    _, tokens_per_block, num_heads, _ = planes[0].shape
+    _, tokens, heads, _ = dense.shape
+    _check_span("tokens", first_token, tokens, len(block_ids) * tokens_per_block)
+    _check_span("heads", first_head, heads, num_heads)
+    skipped = first_token // tokens_per_block
+    stop = -(-(first_token + tokens) // tokens_per_block)
+    touched = tuple(block_ids[skipped:stop]) if tokens else ()
+    _check_ids(touched, planes[0].shape[0])
+    return Selection(touched, tokens_per_block, first_token - skipped * tokens_per_block, tokens, first_head, heads)
+
+
+def check_distinct(selection: Selection) -> None:
+    """ValueError if a block would be written twice."""
+    distinct = len(set(selection.block_ids))
+    if distinct != len(selection.block_ids):
+        raise ValueError(f"a block is written twice: blocks={len(selection.block_ids)}, distinct={distinct}")
+
+
+def _check_planes(planes: Sequence[Tensor]) -> None:
+    if not planes:
+        raise ValueError("no planes: got=0, least=1")
+    expected = _kind(planes[0])
+    if planes[0].ndim != 4:
+        raise ValueError(f"a plane is not [B, T, H, D]: got={tuple(planes[0].shape)}, axes=4")
+    for plane in planes:
+        if _kind(plane) != expected:
+            raise ValueError(
+                f"planes differ in shape, strides, dtype or device: first={expected}, other={_kind(plane)}"
+            )
+
+
+def _kind(plane: Tensor) -> tuple[object, ...]:
+    return tuple(plane.shape), plane.stride(), plane.dtype, plane.device
+
+
+def _check_dense(dense: Tensor, planes: Sequence[Tensor]) -> None:
+    if dense.ndim != 4 or dense.shape[0] != len(planes) or dense.shape[3] != planes[0].shape[3]:
+        expected = f"[{len(planes)}, T', H', {planes[0].shape[3]}]"
+        raise ValueError(f"the dense view does not fit the planes: got={tuple(dense.shape)}, expected={expected}")
+    if (dense.dtype, dense.device) != (planes[0].dtype, planes[0].device):
+        ours, theirs = f"{dense.dtype} on {dense.device}", f"{planes[0].dtype} on {planes[0].device}"
+        raise ValueError(f"the dense view is of another kind than the planes: dense={ours}, planes={theirs}")
+
+
+def _check_span(what: str, first: int, count: int, held: int) -> None:
+    if first < 0 or first + count > held:
+        raise ValueError(f"{what} out of bounds: wanted=[{first}, {first + count}), held=[0, {held})")
+
+
+def _check_ids(block_ids: tuple[int, ...], num_blocks: int) -> None:
+    if block_ids and (min(block_ids) < 0 or max(block_ids) >= num_blocks):
+        raise ValueError(f"block id out of bounds: got={min(block_ids)}..{max(block_ids)}, held=[0, {num_blocks})")

@@ -1,0 +1,52 @@
+"""Gather and scatter in plain torch: the oracle of the kernels, and the way taken on CPU tensors.
+
+In:  planes, a dense view, block ids (see `layout`).
+Out: `gather` fills the dense view from the planes, `scatter` the planes from the dense view.
+Law: bytes are moved, never converted; nothing outside the selection is written. A call that raises has written nothing.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kv_kernels.layout import Selection, check_distinct, select
+
+WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer element type of each width in bytes."""
+
+
+def gather(
+    out: Tensor, planes: Sequence[Tensor], block_ids: Sequence[int], *, first_token: int, first_head: int
+) -> None:
+    """Copies tokens `first_token..` and heads `first_head..` of the listed blocks into `out` [P, T', H', D]."""
+    selection = select(out, planes, block_ids, first_token=first_token, first_head=first_head)
+    for cached, ids, dense in _pairs(out, planes, selection):
+        torch.index_select(cached, 0, ids, out=dense)
+
+
+def scatter(
+    planes: Sequence[Tensor], src: Tensor, block_ids: Sequence[int], *, first_token: int, first_head: int
+) -> None:
+    """Copies `src` [P, T', H', D] to tokens `first_token..` and heads `first_head..` of the listed, distinct blocks."""
+    selection = select(src, planes, block_ids, first_token=first_token, first_head=first_head)
+    check_distinct(selection)
+    for cached, ids, dense in _pairs(src, planes, selection):
+        cached.index_copy_(0, ids, dense)
+
+
+def _pairs(dense: Tensor, planes: Sequence[Tensor], selection: Selection) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """(cache view [B, slots, H', D], ids [n], dense view [n, slots, H', D]) of each segment of each plane.
+
+    index_select and index_copy_ move strided views in one pass: 7 to 25 GB/s for blocks of 16 tokens, 8 heads, 256
+    bytes on 2 cores (torch 2.13), where a loop over blocks reaches 2 to 6.
+    """
+    words = WORDS[dense.dtype.itemsize]
+    heads = slice(selection.first_head, selection.first_head + selection.num_heads)
+    all_ids = torch.tensor(selection.block_ids, dtype=torch.int64).to(dense.device)
+    for segment in selection.segments():
+        ids = all_ids[slice(*segment.ordinals)]
+        for plane, part in zip(planes, dense[:, slice(*segment.tokens)], strict=True):
+            cached = plane[:, slice(*segment.slots), heads]
+            yield cached.view(words), ids, part.unflatten(0, (len(ids), -1)).view(words)
