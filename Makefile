@@ -1,0 +1,51 @@
+# `make help` lists the targets. Everything runs in .venv, which every target makes or refreshes when needed.
+
+PYTHON ?= $(firstword $(foreach it,python3.11 python3.12 python3.13 python3,$(shell command -v $(it) 2>/dev/null)))
+PY := .venv/bin/python
+RUN := $(PY) -m
+# Seed and number of the long versions, see `make test-long`.
+SEED ?= 0
+
+.DEFAULT_GOAL := help
+.PHONY: help setup check test test-suite test-long test-packages test-gpu demo bench format clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+setup: ## Make or refresh .venv with everything needed (about two minutes when new)
+	@test -n "$(PYTHON)" || { echo "kvferry needs Python 3.11 or newer: no python3 in PATH (make PYTHON=/path/to/python3.11)"; exit 1; }
+	@$(PYTHON) tools/environment/make_venv.py
+
+check: setup ## Check format, lint, types and who imports whom
+	$(RUN) ruff format --check .
+	$(RUN) ruff check .
+	$(RUN) mypy
+	.venv/bin/lint-imports --no-logo
+
+test: check test-packages test-suite ## Run all that CI runs (real vLLM and NIXL included, no GPU)
+
+test-suite: setup ## Run the test suite alone
+	$(RUN) pytest
+
+test-packages: setup ## Test each package in an environment of its own, without what it does not declare
+	$(PY) tools/check_packages.py
+
+test-long: setup ## Run the long versions of tests and write their summary to docs/evidence/
+	$(PY) tools/test_long.py --seed $(SEED)
+
+test-gpu: setup ## Run the tests that need one or several GPUs
+	$(RUN) pytest -m "gpu or multi_gpu"
+
+demo: setup ## Hand a prompt over between two real vLLM servers and show what it cost
+	$(PY) tools/demo/demo.py
+
+bench: setup ## Run every benchmark: each prints a table and appends a row to its CSV file
+	@for script in tools/bench/bench_*.py; do echo "== $$script"; $(PY) $$script || exit 1; done
+
+format: setup ## Format and fix what can be fixed without thought
+	$(RUN) ruff format .
+	$(RUN) ruff check --fix .
+
+clean: ## Remove environments, caches and everything else that make has made
+	rm -rf .venv .venv.lock .venvs .work .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
