@@ -1,0 +1,17 @@
+"""Which formatter serves a sender.
+
+In:  the sender's CacheState.
+Out: the Formatter for its kind of attention.
+Law: a kind nobody has written a formatter for is refused by name, never served by another's.
+"""
+
+from kv_transfer.formatter.attention import AttentionFormatter
+from kv_transfer.formatter.base import Formatter
+from kv_transfer.plan.cache_state import CacheState
+
+
+def formatter_for(sender: CacheState) -> Formatter:
+    """The formatter both sides use for chunks of this sender; ValueError if there is none."""
+    if sender.attention != "full":
+        raise ValueError(f"no formatter for this attention: got={sender.attention!r}, known='full'")
+    return AttentionFormatter(sender.layout.order)
