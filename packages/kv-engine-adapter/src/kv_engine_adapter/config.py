@@ -1,0 +1,48 @@
+"""Every configuration key of the connector: what an operator writes in `kv_connector_extra_config`.
+
+In:  the mapping from the engine's command line.
+Out: one frozen `FerryConfig`.
+Law: a key we do not know, a wrong type or a value out of range is refused at start, naming key and value.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from kv_core.errors import CallerError
+from kv_transfer.config import TransferConfig
+
+
+@dataclass(frozen=True, slots=True)
+class FerryConfig:
+    """The connector's settings."""
+
+    transfer: TransferConfig
+    """Doors, leases, deadlines, staging (see `kv_transfer.config`)."""
+    agent_threads: int = 1
+    """Progress threads of the NIXL agent."""
+    test_hooks_dir: Path | None = None
+    """Directory of fault orders for tests; never set it in production."""
+
+
+_OWN = ("agent_threads", "test_hooks_dir")
+
+
+def ferry_config(extra: Mapping[str, object]) -> FerryConfig:
+    """Read the mapping; `CallerError` names what is wrong with which key."""
+    transfer_keys = {field.name for field in dataclasses.fields(TransferConfig)}
+    unknown = sorted(set(extra) - transfer_keys - set(_OWN))
+    if unknown:
+        raise CallerError(
+            f"kv_connector_extra_config: unknown keys {unknown}; known are {sorted(transfer_keys | set(_OWN))}"
+        )
+    try:
+        transfer = msgspec.convert({key: extra[key] for key in extra if key in transfer_keys}, TransferConfig)
+        threads = msgspec.convert(extra.get("agent_threads", 1), int)
+        hooks = msgspec.convert(extra.get("test_hooks_dir"), str | None)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise CallerError(f"kv_connector_extra_config: {error}") from error
+    return FerryConfig(transfer, threads, None if hooks is None else Path(hooks))

@@ -1,0 +1,101 @@
+"""The `kv_transfer_params` of a request, as existing routers pass them from a prefill to a decode engine.
+
+In:  the untrusted mapping a client or router sent.
+Out: what was asked for, checked; or the reason why it cannot be honoured, naming the field.
+Law: nothing here is believed beyond its type and range. An offer is found by its random id and the digest of the
+     prompt; block ids are neither read nor written.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kv_core.errors import CallerError
+from kv_core.ids import Incarnation, InstanceId, RequestId, TransferId
+
+_TRANSFER_ID = re.compile(r"[0-9a-f]{32}")
+_MAX_NAME = 256
+
+
+class HandoverError(CallerError):
+    """A hand-over that cannot be honoured as sent; the request is computed here instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteOffer:
+    """Where a decode request finds the KV of its prompt."""
+
+    transfer_id: TransferId
+    host: str
+    port: int
+    incarnation: Incarnation | None
+
+
+@dataclass(frozen=True, slots=True)
+class OfferTicket:
+    """What a prefill engine answers with, so that a decode engine finds the offer."""
+
+    transfer_id: TransferId
+    request_id: RequestId
+    instance: InstanceId
+    incarnation: Incarnation
+    host: str
+    port: int
+    num_tokens: int
+    tensor_ranks: int
+    pipeline_stages: int
+
+    def as_params(self) -> dict[str, object]:
+        """The answer in the keys of vLLM's NIXL connectors, ours added; `remote_block_ids` stays empty on purpose."""
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [],
+            "remote_engine_id": self.instance,
+            "remote_request_id": self.request_id,
+            "remote_host": self.host,
+            "remote_port": self.port,
+            "tp_size": self.tensor_ranks,
+            "pp_size": self.pipeline_stages,
+            "remote_num_tokens": self.num_tokens,
+            "transfer_id": self.transfer_id,
+            "remote_incarnation": self.incarnation,
+        }
+
+
+def wants_offer(params: Mapping[str, object] | None) -> bool:
+    """Whether the request is a prefill whose KV another engine will fetch."""
+    return bool(params and params.get("do_remote_decode"))
+
+
+def wants_load(params: Mapping[str, object] | None) -> bool:
+    """Whether the KV of the prompt is to be fetched from another engine."""
+    return bool(params and params.get("do_remote_prefill"))
+
+
+def remote_offer(params: Mapping[str, object]) -> RemoteOffer:
+    """The offer the parameters name; `HandoverError` names the field that is missing or wrong."""
+    transfer_id = _text(params, "transfer_id")
+    if not _TRANSFER_ID.fullmatch(transfer_id):
+        raise HandoverError(f"kv_transfer_params.transfer_id: expected 32 lower-case hex digits, got {transfer_id!r}")
+    port = params.get("remote_port")
+    if isinstance(port, str) and port.isdecimal():
+        port = int(port)
+    if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 65536:
+        raise HandoverError(f"kv_transfer_params.remote_port: expected 1 to 65535, got {port!r}")
+    incarnation = params.get("remote_incarnation")
+    return RemoteOffer(
+        transfer_id=TransferId(transfer_id),
+        host=_text(params, "remote_host"),
+        port=port,
+        incarnation=None if incarnation is None else Incarnation(_text(params, "remote_incarnation")),
+    )
+
+
+def _text(params: Mapping[str, object], field: str) -> str:
+    value = params.get(field)
+    if value is None:
+        raise HandoverError(f"kv_transfer_params.{field}: missing; got the fields {sorted(map(str, params))}")
+    if not isinstance(value, str) or not 0 < len(value) <= _MAX_NAME:
+        raise HandoverError(f"kv_transfer_params.{field}: expected text of 1 to {_MAX_NAME} characters, got {value!r:.80}")
+    return value

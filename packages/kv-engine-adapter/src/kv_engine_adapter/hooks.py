@@ -1,0 +1,61 @@
+"""Faults that a test orders in a running engine, by files in a directory (`test_hooks_dir`); never for production.
+
+    corrupt.json   {"block": 2, "plane": 0}   flip the sign of every element of that block and plane (0 K, 1 V) in what
+                                               is received, after it was verified and before it is scattered
+    hold-writes    (any content)               hold the sender's writes that have passed all their checks, until the
+                                               file is gone: a late writer
+
+Law: with an empty directory nothing differs from no directory at all.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kv_core.ids import SessionId
+from kv_core.spans import Span
+from kv_transfer.faults import NoFaults
+from kv_transfer.plan.cache_state import ITEM_BYTES, CacheState
+
+if TYPE_CHECKING:
+    import torch
+
+    from kv_transfer.plan.plan import Chunk
+
+
+class OrderedFaults(NoFaults):
+    """Looks the directory up at each place where something may go wrong."""
+
+    def __init__(self, directory: Path, state: CacheState) -> None:
+        """`state` is our own; what is received is taken to be laid out in our own block order."""
+        self._corrupt = directory / "corrupt.json"
+        self._hold = directory / "hold-writes"
+        self._state = state
+
+    def after_verify(self, session: SessionId, chunk: "Chunk", received: "torch.Tensor") -> None:
+        if not self._corrupt.exists():
+            return
+        order = json.loads(self._corrupt.read_text())
+        state, per_block = self._state, self._state.tokens_per_block
+        tokens = Span(order["block"] * per_block, (order["block"] + 1) * per_block) & chunk.tokens
+        if tokens:
+            plane = _chunk_planes(received, chunk, state)[:, order["plane"]]
+            axis = 1 if state.layout.order == "token_major" else 2
+            hit = plane.narrow(axis, tokens.start - chunk.tokens.start, len(tokens))
+            hit[..., ITEM_BYTES[state.dtype] - 1 :: ITEM_BYTES[state.dtype]] ^= 0x80
+
+    def before_write(self, session: SessionId, seq: int) -> bool:
+        return self._hold.exists()
+
+    def outgoing(self, message: object) -> Sequence[float]:
+        return (0.0,)
+
+
+def _chunk_planes(received: "torch.Tensor", chunk: "Chunk", state: CacheState) -> "torch.Tensor":
+    """The chunk's bytes as [layer, plane, token, head, byte] or [layer, plane, head, token, byte]."""
+    inner = [len(chunk.tokens), len(chunk.piece.heads)]
+    if state.layout.order == "head_major":
+        inner.reverse()
+    shape = (len(chunk.piece.layers), state.num_planes, *inner, state.bytes_per_token_head)
+    return received[: chunk.num_bytes].view(shape)

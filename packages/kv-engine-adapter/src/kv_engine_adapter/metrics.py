@@ -1,0 +1,83 @@
+"""Counters and gauges of one engine, as plain values that add up over ranks and steps.
+
+Law: a counter is a difference since the last report, so sums over steps and ranks are right; a gauge is kept by its
+     source (a rank, or the scheduler), newest wins, so that a rank which did not report in a step keeps its value.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+Counters = dict[str, float]
+Gauges = dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One time series of ours: its name in `/metrics` and what it means."""
+
+    name: str
+    help: str
+
+
+COUNTERS: dict[str, Metric] = {
+    "loads": Metric("kvferry:loads", "Loads from peers that ended well, counted on every rank."),
+    "loads_failed": Metric("kvferry:loads_failed", "Loads from peers that failed, counted on every rank."),
+    "sends": Metric("kvferry:sends", "Offered requests whose blocks were given back, counted on every rank."),
+    "bytes_received": Metric("kvferry:bytes_received", "KV bytes received from peers."),
+    "bytes_sent": Metric("kvferry:bytes_sent", "KV bytes written to peers."),
+    "load_seconds": Metric("kvferry:load_seconds", "Time from order to last block, summed over loads."),
+    "handovers_refused": Metric("kvferry:handovers_refused", "Requests whose kv_transfer_params were unusable."),
+}
+
+GAUGES: dict[str, Metric] = {
+    "sessions": Metric("kvferry:sessions", "Transfer sessions now open."),
+    "offers": Metric("kvferry:offers", "Offers now held for peers."),
+    "loads": Metric("kvferry:loads_running", "Loads now running."),
+    "leases": Metric("kvferry:staging_leases", "Staging regions now leased."),
+    "quarantined": Metric("kvferry:staging_quarantined", "Staging regions a late writer may still write."),
+}
+
+
+def merged(ours: Mapping[str, object], theirs: Mapping[str, object]) -> dict[str, object]:
+    """Two reports as one: counters add, gauges of the later report replace those of the same source."""
+    counters: Counters = dict(_counters(ours))
+    for name, value in _counters(theirs).items():
+        counters[name] = counters.get(name, 0) + value
+    gauges: Gauges = {source: dict(values) for source, values in _gauges(ours).items()}
+    gauges.update({source: dict(values) for source, values in _gauges(theirs).items()})
+    return {"counters": counters, "gauges": gauges}
+
+
+def totals(gauges: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """The gauges summed over their sources."""
+    sums: dict[str, float] = {}
+    for values in gauges.values():
+        for name, value in values.items():
+            sums[name] = sums.get(name, 0) + value
+    return sums
+
+
+def summary(report: Mapping[str, object]) -> dict[str, int | float]:
+    """One line for a log: what moved, how fast, what failed."""
+    counters = _counters(report)
+    loads, seconds = counters.get("loads", 0), counters.get("load_seconds", 0)
+    received = counters.get("bytes_received", 0)
+    return {
+        "loads": int(loads),
+        "failed loads": int(counters.get("loads_failed", 0)),
+        "sends": int(counters.get("sends", 0)),
+        "MB received": round(received / 1e6, 3),
+        "MB sent": round(counters.get("bytes_sent", 0) / 1e6, 3),
+        "mean load ms": round(1e3 * seconds / loads, 3) if loads else 0.0,
+        "quarantined regions": int(totals(_gauges(report)).get("quarantined", 0)),
+    }
+
+
+def _counters(report: Mapping[str, object]) -> Mapping[str, float]:
+    counters = report.get("counters")
+    return counters if isinstance(counters, Mapping) else {}
+
+
+def _gauges(report: Mapping[str, object]) -> Mapping[str, Mapping[str, float]]:
+    gauges = report.get("gauges")
+    return gauges if isinstance(gauges, Mapping) else {}

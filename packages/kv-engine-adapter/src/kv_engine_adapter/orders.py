@@ -1,0 +1,55 @@
+"""What the scheduler side tells the worker side, one value for each engine step.
+
+Out: `StepOrders`, picklable, torch-free, travelling inside the engine's own step metadata.
+Law: an order names blocks of this engine only; nothing a client sent is copied into it unchecked.
+"""
+
+from dataclasses import dataclass
+
+from kv_core.ids import Incarnation, RequestId, TransferId
+from kv_core.keys import BlockKey
+from kv_core.spans import Span
+
+
+@dataclass(frozen=True, slots=True)
+class OpenOffer:
+    """Blocks of a finished prefill that a peer may read until they are settled."""
+
+    request_id: RequestId
+    transfer_id: TransferId
+    prompt_key: BlockKey
+    num_tokens: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SettleOffer:
+    """The end of an offer: serve no new reader, report the request as sent once the present ones are done."""
+
+    request_id: RequestId
+    transfer_id: TransferId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBlocks:
+    """Tokens of a prompt to be fetched from the offer of a peer into our own blocks."""
+
+    request_id: RequestId
+    transfer_id: TransferId
+    prompt_key: BlockKey
+    tokens: Span
+    block_ids: tuple[int, ...]
+    host: str
+    port: int
+    incarnation: Incarnation | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepOrders:
+    """Everything one engine step asks of every worker rank."""
+
+    offers: tuple[OpenOffer, ...] = ()
+    settled: tuple[SettleOffer, ...] = ()
+    loads: tuple[LoadBlocks, ...] = ()
+    aborts: tuple[RequestId, ...] = ()

@@ -1,0 +1,341 @@
+"""The scheduler side of the connector: which tokens another engine holds, what is offered, who may free what.
+
+In:  requests of the engine as `RequestView`, its block tables, the finished loads and sends of the workers.
+Out: token counts for the engine's scheduler, `StepOrders` for the workers, messages to peers' doors.
+Law: no call blocks or moves bytes; every load handed to the workers is given up only when they report it over;
+     blocks of an offer stay with it until every worker reported the request as sent.
+
+A decode request goes                       A prefill request goes
+  match -> allocated -> (workers) -> over     finished -> offered -> settled -> (workers) -> over
+"""
+
+import enum
+import logging
+import secrets
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kv_core.ids import Incarnation, InstanceId, RequestId, TransferId
+from kv_core.keys import BlockKey
+from kv_core.spans import Span
+from kv_engine_adapter.handover import (
+    HandoverError,
+    OfferTicket,
+    RemoteOffer,
+    remote_offer,
+    wants_load,
+    wants_offer,
+)
+from kv_engine_adapter.orders import LoadBlocks, OpenOffer, SettleOffer, StepOrders
+
+logger = logging.getLogger(__name__)
+
+
+class Door(Protocol):
+    """What we need of the instance's door to its peers (`kv_transfer.instance.InstanceDoor`)."""
+
+    @property
+    def address(self) -> tuple[str, int]: ...
+
+    def open_offer(
+        self, transfer_id: TransferId, request_id: RequestId, prompt_key: bytes, lease_s: float | None = None
+    ) -> None: ...
+
+    def poll_settled(self) -> Sequence["SettledLike"]: ...
+
+    def release(
+        self,
+        host: str,
+        port: int,
+        transfer_id: TransferId,
+        prompt_key: bytes | None,
+        consumer: str,
+        incarnation: Incarnation | None = None,
+    ) -> None: ...
+
+    def close(self, timeout_s: float = 5.0) -> None: ...
+
+
+class SettledLike(Protocol):
+    """An offer that no longer serves anybody."""
+
+    @property
+    def transfer_id(self) -> TransferId: ...
+    @property
+    def request_id(self) -> RequestId: ...
+    @property
+    def reason(self) -> str: ...
+
+
+class RequestView(Protocol):
+    """What we read of an engine's request."""
+
+    @property
+    def request_id(self) -> RequestId: ...
+    @property
+    def family(self) -> str:
+        """Equal for the requests that one client call was cut into (`n` > 1, several prompts)."""
+    @property
+    def params(self) -> Mapping[str, object] | None: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def is_rejected(self) -> bool:
+        """Refused before it reached the engine: its prompt is not the client's, only its parameters are."""
+
+    def prompt_key(self) -> BlockKey | None:
+        """Digest of the prompt and its sharing scope; `None` when the prompt has no digest (embeddings)."""
+
+
+class Stage(enum.Enum):
+    """How far a decode request is with its load."""
+
+    MATCHED = enum.auto()
+    LOADING = enum.auto()
+    OVER = enum.auto()
+
+
+@dataclass(slots=True)
+class _Load:
+    offer: RemoteOffer
+    prompt_key: BlockKey | None  # None: whatever the offer holds
+    stage: Stage = Stage.MATCHED
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who we are towards peers."""
+
+    instance: InstanceId
+    incarnation: Incarnation
+    tensor_ranks: int
+    pipeline_stages: int
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Orders gathered since the last engine step."""
+
+    offers: list[OpenOffer] = field(default_factory=list)
+    loads: list[LoadBlocks] = field(default_factory=list)
+    aborts: list[RequestId] = field(default_factory=list)
+
+
+class FerryScheduler:
+    """One engine's offers and loads, as its scheduler sees them."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        door: Door,
+        *,
+        lease_s: float,
+        shares_prefixes: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`shares_prefixes`: the engine keeps a prefix cache, so equal prompts wait for one load instead of repeating it."""
+        self._identity = identity
+        self._door = door
+        self._lease_s = lease_s
+        self._shares_prefixes = shares_prefixes
+        self._clock = clock
+        self._loads: dict[RequestId, _Load] = {}
+        # Loads whose request has ended; the workers still have to say that they are quiet.
+        self._orphans: dict[RequestId, _Load] = {}
+        self._offered: dict[RequestId, TransferId] = {}
+        self._families: dict[str, tuple[TransferId, float]] = {}
+        self._pending = _Pending()
+        self._num_refused = 0
+        self._last_gauges: dict[str, int] = {}
+
+    # -- decode side ---------------------------------------------------------------------------------------------
+
+    def num_external_tokens(self, request: RequestView, num_computed_tokens: int) -> int | None:
+        """Prompt tokens a peer holds beyond `num_computed_tokens`; `None`: an equal prompt is loading, ask again.
+
+        Never counts the last prompt token: the engine computes it to get its first logits.
+        """
+        load = self._load_of(request)
+        if load is None or load.stage is Stage.OVER:
+            return 0
+        wanted = request.num_prompt_tokens - 1 - num_computed_tokens
+        if wanted > 0 and self._shares_prefixes and self._twin_is_loading(request.request_id, load):
+            return None
+        return max(0, wanted)
+
+    def allocated(self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """The engine gave blocks for the tokens we announced, or (0) decided that it needs none of them."""
+        load = self._loads.get(request.request_id)
+        if load is None or load.stage is not Stage.MATCHED:
+            return
+        if num_external_tokens == 0:
+            self._release(request.request_id, load)
+            return
+        assert load.prompt_key is not None, "a rejected request is never scheduled"
+        load.stage = Stage.LOADING
+        last = request.num_prompt_tokens - 1
+        self._pending.loads.append(
+            LoadBlocks(
+                request_id=request.request_id,
+                transfer_id=load.offer.transfer_id,
+                prompt_key=load.prompt_key,
+                tokens=Span(last - num_external_tokens, last),
+                block_ids=tuple(block_ids),
+                host=load.offer.host,
+                port=load.offer.port,
+                incarnation=load.offer.incarnation,
+            )
+        )
+
+    def loads_over(self, request_ids: Iterable[RequestId], failed: Collection[RequestId] = ()) -> None:
+        """Every worker rank reported these loads over, well or badly: the peer may free its blocks.
+
+        Requests that waited for a load that failed do not try the same offer again, each for a deadline of its own:
+        they are computed here.
+        """
+        for request_id in request_ids:
+            load = self._orphans.pop(request_id, None) or self._loads.get(request_id)
+            if load is None or load.stage is not Stage.LOADING:
+                continue
+            self._release(request_id, load)
+            if request_id in failed:
+                self._give_up_waiting(load)
+
+    def _give_up_waiting(self, failed: _Load) -> None:
+        for request_id, load in self._loads.items():
+            if load.stage is Stage.MATCHED and (load.offer, load.prompt_key) == (failed.offer, failed.prompt_key):
+                self._release(request_id, load)
+
+    def _load_of(self, request: RequestView) -> _Load | None:
+        known = self._loads.get(request.request_id)
+        if known is not None or not wants_load(request.params):
+            return known
+        assert request.params is not None
+        try:
+            load = _Load(remote_offer(request.params), None if request.is_rejected else _key_of(request))
+        except HandoverError as error:
+            logger.warning("kvferry: request %s is computed here: %s", request.request_id, error)
+            self._num_refused += 1
+            load = _Load(RemoteOffer(TransferId(""), "", 0, None), None, Stage.OVER)
+        self._loads[request.request_id] = load
+        return load
+
+    def _twin_is_loading(self, request_id: RequestId, load: _Load) -> bool:
+        """Another request is fetching this very prompt; once it is done its full blocks are a local hit."""
+        return any(
+            other.stage is Stage.LOADING and other.prompt_key == load.prompt_key
+            for other_id, other in self._loads.items()
+            if other_id != request_id
+        )
+
+    def _release(self, request_id: RequestId, load: _Load) -> None:
+        load.stage = Stage.OVER
+        offer = load.offer
+        consumer = f"{self._identity.incarnation}/{request_id}"
+        self._door.release(
+            offer.host, offer.port, offer.transfer_id, load.prompt_key, consumer, incarnation=offer.incarnation
+        )
+
+    # -- prefill side --------------------------------------------------------------------------------------------
+
+    def finished(
+        self, request: RequestView, block_ids: Sequence[int], *, complete: bool
+    ) -> tuple[bool, dict[str, object] | None]:
+        """A request ended (`complete`: with its whole prompt computed). Answers (keep the blocks, what to tell the client).
+
+        Law: blocks are kept exactly if the request was offered; the workers then report it as sent once.
+        """
+        load = self._loads.pop(request.request_id, None) or self._load_of(request)
+        self._loads.pop(request.request_id, None)
+        if load is not None:
+            self._forsake(request.request_id, load)
+            return False, None
+        if not wants_offer(request.params) or not complete or not block_ids:
+            return False, None
+        return self._offer(request, block_ids)
+
+    def _forsake(self, request_id: RequestId, load: _Load) -> None:
+        """A decode request ended: stop what still runs for it; the offer is released once the workers are quiet."""
+        if load.stage is Stage.MATCHED:
+            self._release(request_id, load)
+        elif load.stage is Stage.LOADING:
+            self._pending.aborts.append(request_id)
+            self._orphans[request_id] = load
+
+    def _offer(self, request: RequestView, block_ids: Sequence[int]) -> tuple[bool, dict[str, object] | None]:
+        prompt_key = request.prompt_key()
+        if prompt_key is None:
+            logger.warning("kvferry: request %s is not offered: its prompt has no token ids", request.request_id)
+            return False, None
+        transfer_id = self._family_transfer(request.family)
+        self._offered[request.request_id] = transfer_id
+        self._door.open_offer(transfer_id, request.request_id, prompt_key, self._lease_s)
+        self._pending.offers.append(
+            OpenOffer(request.request_id, transfer_id, prompt_key, request.num_prompt_tokens, tuple(block_ids))
+        )
+        host, port = self._door.address
+        ticket = OfferTicket(
+            transfer_id=transfer_id,
+            request_id=request.request_id,
+            instance=self._identity.instance,
+            incarnation=self._identity.incarnation,
+            host=host,
+            port=port,
+            num_tokens=request.num_prompt_tokens,
+            tensor_ranks=self._identity.tensor_ranks,
+            pipeline_stages=self._identity.pipeline_stages,
+        )
+        return True, ticket.as_params()
+
+    def _family_transfer(self, family: str) -> TransferId:
+        """One id for all requests of a client call: the client is handed only one of their answers."""
+        now = self._clock()
+        for name in [name for name, (_, used) in self._families.items() if now - used > self._lease_s]:
+            del self._families[name]
+        transfer_id, _ = self._families.get(family, (TransferId(secrets.token_hex(16)), now))
+        self._families[family] = (transfer_id, now)
+        return transfer_id
+
+    def sends_over(self, request_ids: Iterable[RequestId]) -> None:
+        """Every worker rank reported these requests as sent; the engine frees their blocks."""
+        for request_id in request_ids:
+            self._offered.pop(request_id, None)
+
+    # -- every step ----------------------------------------------------------------------------------------------
+
+    def take_orders(self) -> StepOrders:
+        """What the workers have to do from now on; each order is given once."""
+        settled = tuple(
+            SettleOffer(end.request_id, end.transfer_id, end.reason)
+            for end in self._door.poll_settled()
+            if end.request_id in self._offered
+        )
+        pending, self._pending = self._pending, _Pending()
+        return StepOrders(tuple(pending.offers), settled, tuple(pending.loads), tuple(pending.aborts))
+
+    def gauges(self) -> dict[str, int]:
+        """Offers and loads now open, for metrics and tests."""
+        loading = sum(load.stage is Stage.LOADING for load in self._loads.values())
+        return {"offers": len(self._offered), "loads": loading + len(self._orphans)}
+
+    def take_report(self) -> dict[str, object] | None:
+        """Counters since the last report and present gauges; `None` when nothing changed."""
+        gauges = self.gauges()
+        if not self._num_refused and gauges == self._last_gauges:
+            return None
+        counters = {"handovers_refused": self._num_refused} if self._num_refused else {}
+        self._num_refused, self._last_gauges = 0, gauges
+        return {"counters": counters, "gauges": {"scheduler": gauges}}
+
+    def close(self) -> None:
+        """Close the door to the peers; open offers end with the engine."""
+        self._door.close()
+
+
+def _key_of(request: RequestView) -> BlockKey:
+    key = request.prompt_key()
+    if key is None:
+        raise HandoverError("the prompt has no token ids (embeddings), so no offer can be proven to hold it")
+    return key

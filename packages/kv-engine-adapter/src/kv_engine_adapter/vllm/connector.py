@@ -1,0 +1,161 @@
+"""`FerryConnector`: vLLM's KV connector interface on one side, our scheduler and worker halves on the other.
+
+Law: this class only delegates. What vLLM may call before any instance exists (class methods) imports nothing heavy.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+
+from kv_engine_adapter.orders import StepOrders
+from kv_engine_adapter.vllm import compat, setup
+from kv_engine_adapter.vllm.stats import FerryPromMetrics, FerryStats
+from kv_engine_adapter.vllm.translate import RequestView
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from kv_core.ids import Incarnation
+    from kv_engine_adapter.scheduler import FerryScheduler
+    from kv_engine_adapter.worker import FerryWorker
+    from kv_transfer.protocol.messages import RankCard
+
+
+@dataclass
+class FerryMetadata(KVConnectorMetadata):
+    """One step's orders, in the envelope vLLM carries."""
+
+    orders: StepOrders
+
+
+@dataclass
+class FerryHandshake(KVConnectorHandshakeMetadata):
+    """A rank's card, on its way from the worker to the scheduler process."""
+
+    card: "RankCard"
+    incarnation: "Incarnation"
+
+
+class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
+    """Carries KV between vLLM engines; enabled by `"kv_connector": "FerryConnector"`."""
+
+    def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._scheduler: FerryScheduler | None = None
+        self._worker: FerryWorker | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler_setup = setup.SchedulerSetup(vllm_config, kv_cache_config)
+        else:
+            self._worker_setup = setup.WorkerSetup(vllm_config, kv_cache_config)
+
+    # -- scheduler side ------------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        wanted = self._scheduler.num_external_tokens(RequestView(request), num_computed_tokens)
+        return wanted, bool(wanted)
+
+    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+        (block_ids,) = blocks.get_block_ids()
+        self._scheduler.allocated(RequestView(request), block_ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        return FerryMetadata(self._scheduler.take_orders())
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        failed = getattr(connector_output, "failed_recving", None) or ()
+        self._scheduler.loads_over(connector_output.finished_recving or (), failed)
+        self._scheduler.sends_over(connector_output.finished_sending or ())
+
+    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        complete = setup.prefill_is_complete(request)
+        return self._scheduler.finished(RequestView(request), block_ids, complete=complete)
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        (only_group,) = block_ids
+        return self.request_finished(request, only_group)
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
+        self.set_xfer_handshake_metadata_pp_aware({(0, rank): meta for rank, meta in metadata.items()})
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        # Why filtered: under MultiConnector every child is handed the metadata of the first child that has any.
+        ours = [meta for meta in metadata.values() if isinstance(meta, FerryHandshake)]
+        if ours:
+            self._scheduler = self._scheduler_setup.start([meta.card for meta in ours], ours[0].incarnation)
+
+    # -- worker side ---------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
+        self._worker, self._incarnation = self._worker_setup.start(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return None if self._worker is None else FerryHandshake(self._worker.card, self._incarnation)
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        metadata = self._connector_metadata
+        if isinstance(metadata, FerryMetadata):
+            self._worker.run(metadata.orders)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads end between steps, so there is nothing to wait for inside one."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: Any, **kwargs: Any) -> None:
+        """Blocks are read after the request has finished, under an offer; nothing is saved layer by layer."""
+
+    def wait_for_save(self) -> None:
+        """See `save_kv_layer`."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> compat.TransferResults:
+        done = self._worker.poll()
+        return compat.TransferResults(done.sent, done.received, done.failed)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        done = self._worker.poll()
+        return done.sent or None, done.received or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        # Versions that are told failed requests by id must not be told of the blocks as well.
+        return set() if compat.REPORTS_FAILED_REQUESTS else self._worker.take_failed_blocks()
+
+    # -- both ----------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> FerryStats | None:
+        report = (self._worker or self._scheduler).take_report()
+        return FerryStats(report) if report else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FerryStats:
+        return FerryStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> FerryPromMetrics:
+        return FerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        for half in (self._worker, self._scheduler):
+            if half is not None:
+                half.close()

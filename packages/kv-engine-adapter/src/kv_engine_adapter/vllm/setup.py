@@ -1,0 +1,179 @@
+"""Puts the two halves of the connector together when vLLM has what they need.
+
+In:  vLLM's configuration, its KV cache configuration, and (later) its cache tensors or the cards of its ranks.
+Out: a `FerryScheduler` or a `FerryWorker`, ready for use.
+Law: whatever this version of ours cannot carry is refused here, at start, with its reason; not at the first request.
+
+    worker processes                        scheduler process
+    WorkerSetup.start(kv_caches)            SchedulerSetup.start(cards of all ranks)
+        -> FerryWorker, card  ------------->    -> FerryScheduler
+"""
+
+import dataclasses
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kv_core.errors import CallerError
+from kv_core.ids import Incarnation, InstanceId, Rank
+from kv_engine_adapter.config import FerryConfig, ferry_config
+from kv_engine_adapter.hooks import OrderedFaults
+from kv_engine_adapter.scheduler import FerryScheduler, Identity
+from kv_engine_adapter.vllm import tensors, translate
+from kv_engine_adapter.worker import FerryWorker
+from kv_transfer.config import TransferConfig
+from kv_transfer.instance import InstanceDoor
+from kv_transfer.plan.cache_state import CacheState
+from kv_transfer.protocol.messages import RankCard
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
+    from vllm.v1.request import Request
+
+
+class SchedulerSetup:
+    """The scheduler's half, before the ranks have told where they are."""
+
+    def __init__(self, config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
+        only_group(kv_cache_config)
+        refuse_unsupported(config)
+        self._config = config
+        self._ferry = ferry_config(_transfer_config(config).kv_connector_extra_config)
+
+    def start(self, cards: Sequence[RankCard], incarnation: Incarnation) -> FerryScheduler:
+        """Open the instance's door; a port in use is an error that names it."""
+        instance = instance_id(self._config)
+        settings = _door_settings(self._ferry, self._config)
+        door = InstanceDoor(settings, instance, incarnation)
+        door.set_cards(cards)
+        parallel = self._config.parallel_config
+        identity = Identity(
+            instance, incarnation, parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        )
+        shares = bool(self._config.cache_config.enable_prefix_caching)
+        return FerryScheduler(identity, door, lease_s=settings.lease_s, shares_prefixes=shares)
+
+
+class WorkerSetup:
+    """One rank's half, before its cache tensors exist."""
+
+    def __init__(self, config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
+        self._spec = only_group(kv_cache_config)
+        self._config = config
+        self._ferry = ferry_config(_transfer_config(config).kv_connector_extra_config)
+
+    def start(self, kv_caches: Mapping[str, "torch.Tensor"]) -> tuple[FerryWorker, Incarnation]:
+        """Open this rank's door over its caches."""
+        from kv_transfer.agent.nixl import NixlAgent
+        from kv_transfer.transceiver import Transceiver
+
+        rank, incarnation = own_rank(self._config), shared_incarnation()
+        parallel = translate.parallel_layout(self._config)
+        view = tensors.engine_caches(kv_caches, self._spec, parallel.share_of(rank))
+        state = CacheState(
+            fingerprint=translate.fingerprint(self._config),
+            attention="full",
+            dtype=view.dtype,
+            head_size=self._spec.head_size,
+            num_planes=2,
+            num_layers=parallel.num_layers,
+            num_kv_heads=parallel.num_kv_heads,
+            tokens_per_block=view.caches.tokens_per_block,
+            layout=view.layout,
+            parallel=parallel,
+        )
+        hooks = self._ferry.test_hooks_dir
+        transceiver = Transceiver(
+            _rank_settings(self._ferry, self._config, rank),
+            instance_id(self._config),
+            incarnation,
+            rank,
+            state,
+            view.caches,
+            NixlAgent(num_threads=self._ferry.agent_threads),
+            None if hooks is None else OrderedFaults(hooks, state),
+        )
+        return FerryWorker(transceiver, view.kernel_blocks, self._spec.block_size), incarnation
+
+
+def only_group(kv_cache_config: "KVCacheConfig") -> "AttentionSpec":
+    """The cache specification of a model whose layers all have full attention; `CallerError` for any other."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+    groups = kv_cache_config.kv_cache_groups
+    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
+    if len(groups) != 1:
+        raise CallerError(f"FerryConnector carries models with one KV cache group, this one has {len(groups)}: {kinds}")
+    spec = groups[0].kv_cache_spec
+    window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
+    if not isinstance(spec, FullAttentionSpec) or isinstance(spec, MLAAttentionSpec) or window:
+        raise CallerError(f"FerryConnector carries full attention, this model's cache is {kinds[0]} (window {window})")
+    return spec
+
+
+def refuse_unsupported(config: "VllmConfig") -> None:
+    """Raise `CallerError` for what the engine may be told to do and we cannot carry."""
+    parallel = config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if (size := getattr(parallel, name, 1)) > 1:
+            raise CallerError(f"FerryConnector does not carry context parallelism: {name}={size}, supported is 1")
+    if (dtype := str(config.cache_config.cache_dtype)) not in ("auto", "bfloat16", "float16", "float32"):
+        raise CallerError(f"FerryConnector does not carry quantised caches: kv_cache_dtype={dtype}, supported is auto")
+
+
+def prefill_is_complete(request: "Request") -> bool:
+    """Whether the request ended by itself, with the KV of its whole prompt in the cache."""
+    from vllm.v1.request import RequestStatus
+
+    ended = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+    return ended and request.num_computed_tokens >= request.num_prompt_tokens
+
+
+def instance_id(config: "VllmConfig") -> InstanceId:
+    """The engine's name towards peers; unique for each data-parallel engine."""
+    return InstanceId(str(_transfer_config(config).engine_id))
+
+
+def own_rank(config: "VllmConfig") -> Rank:
+    """This process's number: stage * tensor ranks + tensor rank."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    tensor_ranks = config.parallel_config.tensor_parallel_size
+    return Rank(get_pp_group().rank_in_group * tensor_ranks + get_tp_group().rank_in_group)
+
+
+def shared_incarnation() -> Incarnation:
+    """A random name of this run, the same in all ranks of the engine."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    # Why in this order: rank 0 tells the first rank of every stage, each of which tells its own stage.
+    name = get_pp_group().broadcast_object(secrets.token_hex(16), src=0)
+    return Incarnation(get_tp_group().broadcast_object(name, src=0))
+
+
+def _transfer_config(config: "VllmConfig"):  # type: ignore[no-untyped-def]
+    found = config.kv_transfer_config
+    assert found is not None, "vLLM makes a connector only when it has a kv_transfer_config"
+    return found
+
+
+def _door_settings(ferry: FerryConfig, config: "VllmConfig") -> TransferConfig:
+    return _at_port(ferry.transfer, _first_port(ferry, config))
+
+
+def _rank_settings(ferry: FerryConfig, config: "VllmConfig", rank: Rank) -> TransferConfig:
+    first = _first_port(ferry, config)
+    return _at_port(ferry.transfer, first and first + 1 + rank)
+
+
+def _first_port(ferry: FerryConfig, config: "VllmConfig") -> int:
+    """Ports in a row: the door, then one for each rank; then the next data-parallel engine. 0: any free ones."""
+    parallel = config.parallel_config
+    stride = 1 + parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    return ferry.transfer.port and ferry.transfer.port + stride * parallel.data_parallel_index
+
+
+def _at_port(settings: TransferConfig, port: int) -> TransferConfig:
+    return dataclasses.replace(settings, port=port)

@@ -1,0 +1,62 @@
+"""Our reports in the shapes vLLM logs and serves at `/metrics`."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+from kv_engine_adapter import metrics
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+@dataclass
+class FerryStats(KVConnectorStats):
+    """One report (`kv_engine_adapter.metrics`) as vLLM carries it from worker to log and `/metrics`."""
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> "FerryStats":
+        self.data = metrics.merged(self.data, other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return metrics.summary(self.data)
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class FerryPromMetrics(KVConnectorPromMetrics):
+    """The counters and gauges of `kv_engine_adapter.metrics` as Prometheus series, one child for each engine."""
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            name: self._series(self._counter_cls, metric) for name, metric in metrics.COUNTERS.items()
+        }
+        self._gauges = {name: self._series(self._gauge_cls, metric) for name, metric in metrics.GAUGES.items()}
+        self._latest: dict[int, metrics.Gauges] = {}
+
+    def _series(self, kind: Any, metric: metrics.Metric) -> dict[int, Any]:
+        made = kind(name=metric.name, documentation=metric.help, labelnames=self._labelnames)
+        return create_metric_per_engine(made, self.per_engine_labelvalues)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, value in transfer_stats_data.get("counters", {}).items():
+            if name in self._counters:
+                self._counters[name][engine_idx].inc(value)
+        latest = self._latest.setdefault(engine_idx, {})
+        latest.update(transfer_stats_data.get("gauges", {}))
+        for name, value in metrics.totals(latest).items():
+            if name in self._gauges:
+                self._gauges[name][engine_idx].set(value)

@@ -1,0 +1,118 @@
+"""vLLM's words into ours: requests, parallel layout, model identity.
+
+In:  vLLM's request and configuration objects.
+Out: `RequestView`s for the scheduler side, `ParallelLayout` and fingerprint for the CacheState.
+Law: nothing here keeps a vLLM object longer than the call, except the view of a request while it is looked at.
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kv_core.ids import RequestId
+from kv_core.keys import BlockKey, Scope, prompt_key
+from kv_core.spans import Span
+from kv_engine_adapter.fingerprint import model_fingerprint, read_config
+from kv_transfer.plan.cache_state import ParallelLayout
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.v1.request import Request
+
+# vLLM names the requests of one completion call `cmpl-<id>-<prompt>`, the children of `n` > 1 `<child>_<id>`, and adds
+# eight random digits to each (0.25 to 0.32).
+_CHILD = re.compile(r"^\d+_")
+_RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
+_PROMPT_ORDINAL = re.compile(r"^(cmpl-.+)-\d+$")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """What the scheduler side reads of a vLLM request."""
+
+    request: "Request"
+
+    @property
+    def request_id(self) -> RequestId:
+        return RequestId(self.request.request_id)
+
+    @property
+    def family(self) -> str:
+        return request_family(self.request.request_id)
+
+    @property
+    def params(self) -> Mapping[str, object] | None:
+        params = self.request.kv_transfer_params
+        return params if isinstance(params, Mapping) else None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.request.num_prompt_tokens
+
+    @property
+    def is_rejected(self) -> bool:
+        return bool(getattr(self.request, "abort_immediately", False))
+
+    def prompt_key(self) -> BlockKey | None:
+        tokens = self.request.prompt_token_ids
+        if tokens is None or getattr(self.request, "prompt_embeds", None) is not None:
+            return None
+        return prompt_key(tokens, _scope(self.request))
+
+
+def request_family(request_id: str) -> str:
+    """The client call a request belongs to; the request's own name when that cannot be told."""
+    name = _RANDOM_SUFFIX.sub("", _CHILD.sub("", request_id))
+    match = _PROMPT_ORDINAL.match(name)
+    return match[1] if match else name
+
+
+def _scope(request: "Request") -> Scope:
+    lora = request.lora_request
+    extras = tuple(
+        (hashlib.sha256(str(feature.identifier).encode()).digest(), int(feature.mm_position.offset))
+        for feature in request.mm_features or ()
+    )
+    return Scope(lora=None if lora is None else lora.lora_name, salt=request.cache_salt, extras=extras)
+
+
+def parallel_layout(config: "VllmConfig") -> ParallelLayout:
+    """How the model's KV heads and layers are cut over the ranks of this engine."""
+    from vllm.distributed.utils import get_pp_indices
+
+    model, parallel = config.model_config, config.parallel_config
+    num_layers = model.get_total_num_hidden_layers()
+    stages = parallel.pipeline_parallel_size
+    layers = tuple(Span(*get_pp_indices(num_layers, stage, stages)) for stage in range(stages))
+    tensor_ranks, num_heads = parallel.tensor_parallel_size, model.get_total_num_kv_heads()
+    per_rank = max(1, num_heads // tensor_ranks)
+    copies = max(1, tensor_ranks // num_heads)
+    heads = tuple(Span(rank // copies * per_rank, (rank // copies + 1) * per_rank) for rank in range(tensor_ranks))
+    return ParallelLayout(layers=layers, heads=heads)
+
+
+def fingerprint(config: "VllmConfig") -> str:
+    """The digest of the served model; see `kv_engine_adapter.fingerprint`."""
+    model, load = config.model_config, config.load_config
+    made_up = str(load.load_format) in ("dummy", "LoadFormat.DUMMY")
+    extra = {
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "overrides": getattr(model, "hf_overrides", None) if not callable(getattr(model, "hf_overrides", None)) else "code",
+        "made_up_seed": model.seed if made_up else None,
+    }
+    directory = _checkpoint(model)
+    return model_fingerprint(read_config(directory), None if made_up else directory, extra=extra)
+
+
+def _checkpoint(model: "ModelConfig") -> Path:
+    """The local directory of the model's files."""
+    path = Path(model.model)
+    if path.is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))

@@ -1,0 +1,140 @@
+"""The worker side of the connector: hands the step's orders to the transceiver, reports what has ended.
+
+In:  `StepOrders` from the scheduler side.
+Out: request ids that were sent, received, or failed, each reported exactly once by this rank.
+Law: nothing here waits; a request that failed is reported as received too, because the engine frees its wait state so.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kv_core.ids import RequestId
+from kv_engine_adapter.orders import LoadBlocks, StepOrders
+from kv_transfer.orders import Offer, Received, ReceiveOrder
+from kv_transfer.protocol.messages import RankCard
+from kv_transfer.transceiver import Transceiver
+
+logger = logging.getLogger(__name__)
+
+Blocks = Callable[[Sequence[int]], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What ended since the last look."""
+
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+
+
+class FerryWorker:
+    """One rank's half of the connector."""
+
+    def __init__(self, transceiver: Transceiver, kernel_blocks: Blocks, tokens_per_block: int) -> None:
+        """`kernel_blocks` turns the scheduler's block ids into those of the tensors, which may be cut finer.
+
+        `tokens_per_block` is the scheduler's.
+        """
+        self._transceiver = transceiver
+        self._kernel_blocks = kernel_blocks
+        self._tokens_per_block = tokens_per_block
+        self._loading: dict[RequestId, LoadBlocks] = {}
+        self._failed_blocks: set[int] = set()
+        self._counters: dict[str, float] = {}
+        self._last_gauges: dict[str, float] = {}
+        self._last_bytes_sent = 0
+
+    @property
+    def card(self) -> RankCard:
+        return self._transceiver.card
+
+    def run(self, orders: StepOrders) -> None:
+        """Start what the scheduler side ordered. Orders of one step are independent, but an offer opens before it settles."""
+        for offer in orders.offers:
+            self._transceiver.offer(
+                Offer(
+                    transfer_id=offer.transfer_id,
+                    request_id=offer.request_id,
+                    prompt_key=offer.prompt_key,
+                    num_tokens=offer.num_tokens,
+                    block_ids=self._kernel_blocks(offer.block_ids),
+                )
+            )
+        for end in orders.settled:
+            self._transceiver.settle(end.transfer_id, end.request_id, end.reason)
+        for load in orders.loads:
+            self._load(load)
+        for request_id in orders.aborts:
+            self._transceiver.abort(request_id)
+
+    def poll(self) -> Ended:
+        """What ended since the last call."""
+        progress = self._transceiver.poll()
+        ended = Ended(sent=set(progress.sent))
+        for received in progress.received:
+            ended.received.add(received.request_id)
+            if not received.ok:
+                ended.failed.add(received.request_id)
+            self._account(received)
+        self._count("sends", len(progress.sent))
+        return ended
+
+    def take_failed_blocks(self) -> set[int]:
+        """Blocks whose load failed, for engines that cannot be told of failed requests; each is told once."""
+        blocks, self._failed_blocks = self._failed_blocks, set()
+        return blocks
+
+    def take_report(self) -> dict[str, object] | None:
+        """Counters since the last report and present gauges; `None` when nothing changed."""
+        status = self._transceiver.status()
+        sent = status.counters.get("bytes_sent", 0)
+        self._count("bytes_sent", sent - self._last_bytes_sent)
+        self._last_bytes_sent = sent
+        gauges = {
+            "sessions": status.gauges.get("sessions", 0),
+            "leases": status.gauges.get("leases", 0),
+            "quarantined": status.gauges.get("quarantined", 0),
+        }
+        if not self._counters and gauges == self._last_gauges:
+            return None
+        counters, self._counters, self._last_gauges = self._counters, {}, gauges
+        return {"counters": counters, "gauges": {f"rank{self.card.rank}": gauges}}
+
+    def close(self) -> None:
+        """Stop transfers; what still runs ends as failed."""
+        self._transceiver.close()
+
+    def _load(self, load: LoadBlocks) -> None:
+        self._loading[load.request_id] = load
+        self._transceiver.receive(
+            ReceiveOrder(
+                request_id=load.request_id,
+                transfer_id=load.transfer_id,
+                prompt_key=load.prompt_key,
+                tokens=load.tokens,
+                block_ids=self._kernel_blocks(load.block_ids),
+                host=load.host,
+                port=load.port,
+                incarnation=load.incarnation,
+            )
+        )
+
+    def _account(self, received: Received) -> None:
+        load = self._loading.pop(received.request_id)
+        if received.ok:
+            self._count("loads", 1)
+            self._count("load_seconds", received.times.total_s)
+        else:
+            logger.warning(
+                "kvferry: loading request %s from %s:%d failed: %s",
+                received.request_id, load.host, load.port, received.reason,
+            )  # fmt: skip
+            self._count("loads_failed", 1)
+            self._failed_blocks.update(load.block_ids[i] for i in load.tokens.blocks(self._tokens_per_block))
+        self._count("bytes_received", received.num_bytes)
+
+    def _count(self, name: str, value: float) -> None:
+        if value:
+            self._counters[name] = self._counters.get(name, 0) + value
