@@ -1,0 +1,123 @@
+"""What moves bytes between our regions and a peer's: the contract of every agent.
+
+In:  registered regions, cards of peers, pairs of equally long slices (ours, theirs).
+Out: a `Ticket` at once; later, and once, a `Completion`.
+Law: a completion is a physical fact: when it is handed out, this agent moves no byte of its ticket any more, and
+     "done" means that all bytes are in place. Time is no reason for a completion. No call blocks on a peer.
+
+What the caller must know:
+- An agent knows no streams: the bytes of a write are in place before `write`, those of a read are free for it.
+- Neither side's memory may be used for anything else before the completion.
+- A peer that is silent is not dead. `remove_peer` says "dead": it ends the peer's tickets although a peer that is
+  only stopped may still take their bytes (docs/decisions/0001).
+- Also a completion with "error", or a writer's death, can leave bytes on the way *to* memory: in the sockets of the
+  process that owns it. That owner waits LATE_BYTES_GRACE_S, in which it must itself have been running.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from kv_core.errors import CallerError, FerryError
+from kv_transfer.agent.cards import AgentCard, RemoteSlice
+from kv_transfer.regions import Region, RegionSlice
+
+Pair = tuple[RegionSlice, RemoteSlice]
+"""Our bytes and the peer's, equally many."""
+
+Direction = Literal["write", "read"]
+
+Outcome = Literal["done", "error"]
+
+LATE_BYTES_GRACE_S = 1.0
+"""How long memory stays in quarantine after a writer died, or failed.
+
+Evidence: over UCX TCP on one host (2 cores, 2026-11-30), 7.4 MiB of a killed writer were still in the sockets of a
+stopped receiver, and landed within 0.1 s of its resumption; tests/transfer/agent/test_nixl_processes.py repeats it.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """One accepted movement; the number is unique for its agent."""
+
+    number: int
+    peer: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The physical end of a ticket; `reason` is empty when it is done."""
+
+    ticket: Ticket
+    outcome: Outcome
+    reason: str = ""
+
+
+class UnknownPeer(CallerError):
+    """A movement names a peer that was never added, or was removed."""
+
+
+class AgentClosed(FerryError):
+    """The agent takes no more work: it was closed, or its thread failed; the message says which."""
+
+
+class Agent(Protocol):
+    """Moves bytes for one owner. Its calls may come from any one thread at a time; completions are the owner's."""
+
+    @property
+    def name(self) -> str:
+        """Random, of this incarnation only; what a peer's `remove_peer` and our messages call us."""
+
+    @property
+    def kind(self) -> str:
+        """Which transport: "nixl" or "loopback". Only agents of one kind can talk."""
+
+    def register(self, region: Region) -> None:
+        """Lets peers and us move bytes of this region; raises CallerError if it is registered already."""
+
+    def deregister(self, region: Region) -> None:
+        """Takes that back; raises CallerError if it is not registered, or a ticket of ours still uses it."""
+
+    def card(self) -> AgentCard:
+        """What a peer needs; covers the regions that are registered now, so taken after `register`."""
+
+    def add_peer(self, card: AgentCard) -> None:
+        """Makes a peer reachable; raises CallerError for another kind, or a blob that the transport refuses.
+
+        Idempotent for an equal card. A new blob of the same agent adds its new regions. A new agent of the same name
+        replaces the earlier one, which is taken as dead: its tickets end with "error".
+        """
+
+    def remove_peer(self, name: str) -> None:
+        """Forgets a peer that is dead; its tickets end with "error". Nothing happens for an unknown name."""
+
+    def write(self, peer: str, pairs: Sequence[Pair]) -> Ticket:
+        """Moves our bytes to the peer; returns at once.
+
+        Raises UnknownPeer, or CallerError for no pairs, unequal lengths, or a region that is not registered.
+        """
+
+    def read(self, peer: str, pairs: Sequence[Pair]) -> Ticket:
+        """Moves the peer's bytes to us; otherwise as `write`."""
+
+    def withdraw(self, ticket: Ticket) -> bool:
+        """True: nothing of it moved, nothing will, and no completion follows.
+
+        False: its bytes may be moving. What is not posted yet never will be, and a completion follows, unless it was
+        handed out before: "error" if anything was dropped.
+        """
+
+    def completions(self) -> list[Completion]:
+        """Those not handed out yet, oldest first."""
+
+    def on_completion(self, waker: Callable[[], None]) -> None:
+        """Calls `waker` from the agent's thread whenever completions wait; it must neither block nor raise."""
+
+    def close(self, timeout_s: float) -> bool:
+        """Drops what is not posted, waits for the rest, and ends the agent's thread; idempotent.
+
+        False: time ran out while bytes were still moving, or the transport did not end; unfinished tickets end with
+        "error", and their memory is in doubt until this process has ended.
+        """
