@@ -1,6 +1,6 @@
 """Places where a test may make things go wrong.
 
-Out: `Faults`, what the session layer asks at each such place; `NoFaults`, which answers "all is well" and is the default.
+Out: `Faults`, what the session layer asks at each such place; `NoFaults`, which answers "all is well".
 Law: with NoFaults no byte and no message differs; a hook never runs in an engine's thread.
 """
 

@@ -55,7 +55,7 @@ class Transceiver:
         raise NotImplementedError
 
     def receive(self, order: ReceiveOrder) -> None:
-        """Fetches the order's tokens into its blocks; ends in one Received. A second order of one request is an error."""
+        """Fetches the order's tokens into its blocks; ends in one Received. A second one of a request is an error."""
         raise NotImplementedError
 
     def abort(self, request_id: RequestId) -> None:

@@ -262,6 +262,7 @@ class ReleaseReply(Payload, frozen=True, tag="released"):
     """`known` is false if we never heard of the transfer, or forgot it long ago."""
 
     transfer_id: TransferName
+    prompt_key: PromptKey
     consumer: Name
     known: bool
 

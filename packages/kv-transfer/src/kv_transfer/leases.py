@@ -1,0 +1,83 @@
+"""Offers of one instance, each held for one consumer until a deadline.
+
+In:  offers as they open, releases by consumers, the time.
+Out: offers that are settled, each once, with the reason.
+Law: an offer is settled by one release, by the end of its lease, or by its engine, whichever comes first; one consumer
+     settles at most one offer of a pair, however often it repeats itself. A pair is (transfer id, prompt key).
+
+No I/O and no clock; of one thread.
+"""
+
+from dataclasses import dataclass, field
+
+from kv_core.ids import RequestId, TransferId
+from kv_transfer.orders import Settled
+
+Pair = tuple[TransferId, bytes]
+
+
+@dataclass(slots=True)
+class _Offers:
+    """Offers of one pair, oldest first, with the end of each lease; and who has settled one already."""
+
+    leases: dict[RequestId, float] = field(default_factory=dict)
+    consumers: set[str] = field(default_factory=set)
+    forget_at: float = 0.0
+
+
+class LeaseBook:
+    """All open offers of an instance, and for a while those that were."""
+
+    def __init__(self, remember_s: float) -> None:
+        """`remember_s`: how long a pair whose offers are all settled is still known."""
+        self._remember_s = remember_s
+        self._pairs: dict[Pair, _Offers] = {}
+        self._pair_of: dict[RequestId, Pair] = {}
+
+    def __len__(self) -> int:
+        """Number of open offers."""
+        return len(self._pair_of)
+
+    def open(self, pair: Pair, request_id: RequestId, lease_end: float) -> Settled | None:
+        """One more offer. A request offered before is offered anew; its earlier offer is settled as "replaced"."""
+        replaced = self.withdraw(request_id, "replaced")
+        offers = self._pairs.setdefault(pair, _Offers())
+        offers.leases[request_id] = lease_end
+        self._pair_of[request_id] = pair
+        return replaced
+
+    def release(self, pair: Pair, consumer: str, now: float) -> tuple[bool, Settled | None]:
+        """Whether the pair is known; and the offer that this consumer settles, the oldest, if there is one left."""
+        offers = self._pairs.get(pair)
+        if offers is None:
+            return False, None
+        if consumer in offers.consumers or not offers.leases:
+            return True, None
+        offers.consumers.add(consumer)
+        return True, self._settle(next(iter(offers.leases)), "released", now)
+
+    def withdraw(self, request_id: RequestId, reason: str, now: float = 0.0) -> Settled | None:
+        """The engine's own end of an offer; None if it is not open."""
+        return self._settle(request_id, reason, now) if request_id in self._pair_of else None
+
+    def expire(self, now: float) -> list[Settled]:
+        """Offers whose lease has ended; and forgets pairs that are long settled."""
+        ended = [
+            request_id for request_id, pair in self._pair_of.items() if self._pairs[pair].leases[request_id] <= now
+        ]
+        settled = [self._settle(request_id, "expired", now) for request_id in ended]
+        for pair in [pair for pair, offers in self._pairs.items() if not offers.leases and offers.forget_at <= now]:
+            del self._pairs[pair]
+        return settled
+
+    def _settle(self, request_id: RequestId, reason: str, now: float) -> Settled:
+        pair = self._pair_of.pop(request_id)
+        offers = self._pairs[pair]
+        del offers.leases[request_id]
+        offers.forget_at = now + self._remember_s
+        return Settled(pair[0], request_id, reason)
+
+    def check(self) -> None:
+        """Proves that both indices agree."""
+        listed = {request_id: pair for pair, offers in self._pairs.items() for request_id in offers.leases}
+        assert listed == self._pair_of, f"indices disagree: by pair={listed}, by request={self._pair_of}"
