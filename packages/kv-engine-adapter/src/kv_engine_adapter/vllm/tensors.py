@@ -1,0 +1,101 @@
+"""vLLM's cache tensors as our planes.
+
+In:  the tensors of `register_kv_caches`, the group's cache specification, our share of the model.
+Out: `EngineCaches`: the planes, how a block lies in memory, and how the scheduler's block ids map to the tensors'.
+Law: views only. A tensor whose axes cannot be told for certain is refused with its shape and what was expected.
+
+Seen (shapes as registered; B blocks, T tokens a block, H heads, D head size):
+    CPU, x86 without AMX, 0.25 to 0.32     [B, H, T, 2D], in truth [B, H, (K as D x T, then V as T x D)]
+    CPU, other instruction sets            [B, H, T, 2D], K and V packed in a way of their own: opaque tiles
+    GPU, 0.25                              [B, 2, T, H, D], permuted in memory when the layout is HND
+    GPU, 0.27 and later                    [B, H, T, 2D], K and V of a token side by side
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kv_core.errors import CallerError
+from kv_transfer.plan.cache_state import PLAIN, BlockLayout, Share
+from kv_transfer.pools import PagedCaches, dtype_name, planes_of
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCaches:
+    """One rank's caches as the transfer layer takes them."""
+
+    caches: PagedCaches
+    dtype: str
+    layout: BlockLayout
+    blocks_per_logical: int
+    """Tensor blocks in one block of the scheduler; kernels may want smaller blocks than the scheduler hands out."""
+
+    @property
+    def kernel_blocks(self) -> Callable[[Sequence[int]], tuple[int, ...]]:
+        """The scheduler's block ids as those of the tensors, in the same order of tokens."""
+        ratio = self.blocks_per_logical
+        return lambda ids: tuple(block * ratio + part for block in ids for part in range(ratio))
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """How the axes of one tensor are to be read (see `pools.planes_of`)."""
+
+    axes: str
+    sizes: dict[str, int]
+    tokens_per_block: int
+    tile: str = PLAIN
+
+
+def engine_caches(kv_caches: Mapping[str, "torch.Tensor"], spec: "AttentionSpec", share: Share) -> EngineCaches:
+    """The planes of all layers of `share`; `CallerError` if the tensors are not those of the share or cannot be read."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    by_layer = {extract_layer_index(name): tensor for name, tensor in kv_caches.items()}
+    if sorted(by_layer) != list(share.layers):
+        raise CallerError(f"the engine registered layers {sorted(by_layer)}, this rank holds layers {share.layers}")
+    tensors = [by_layer[layer] for layer in sorted(by_layer)]
+    reading = _reading_of(tensors[0], spec)
+    planes = [planes_of(tensor, reading.axes, **reading.sizes) for tensor in tensors]
+    caches = PagedCaches.of_layers(share, planes, reading.tokens_per_block, reading.tile)
+    return EngineCaches(caches, dtype_name(tensors[0]), caches.layout, spec.block_size // reading.tokens_per_block)
+
+
+def _reading_of(tensor: "torch.Tensor", spec: "AttentionSpec") -> _Reading:
+    heads, size = spec.num_kv_heads, spec.head_size
+    shape = tuple(tensor.shape)
+    if tensor.ndim == 4 and shape[1] == heads and shape[3] == 2 * size:
+        return _packed(tensor, spec, shape[2])
+    if tensor.ndim == 5 and (shape[1], *shape[3:]) == (2, heads, size):
+        return _Reading("BCTHD", {}, _tokens(shape[2], spec))
+    if tensor.ndim == 5 and (shape[0], *shape[3:]) == (2, heads, size):
+        return _Reading("CBTHD", {}, _tokens(shape[2], spec))
+    raise CallerError(
+        f"cannot tell the axes of a cache tensor: shape={shape}, expected [B, H, T, 2D], [B, 2, T, H, D] or "
+        f"[2, B, T, H, D] with H={heads}, D={size}"
+    )
+
+
+def _packed(tensor: "torch.Tensor", spec: "AttentionSpec", tokens: int) -> _Reading:
+    tokens = _tokens(tokens, spec)
+    if tensor.device.type != "cpu":
+        return _Reading("BHT(CD)", {"C": 2, "D": spec.head_size}, tokens)
+    if (isa := _cpu_isa(tensor, spec, tokens)) in ("vec", "vec16"):
+        return _Reading("BH(CDT) BH(CTD)", {"C": 2, "D": spec.head_size, "T": tokens}, tokens)
+    return _Reading("BH(CD)", {"C": 2}, tokens, tile=f"vllm-cpu-{isa}")
+
+
+def _cpu_isa(tensor: "torch.Tensor", spec: "AttentionSpec", tokens: int) -> str:
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return _get_attn_isa(tensor.dtype, tokens, spec.head_size)
+
+
+def _tokens(tokens: int, spec: "AttentionSpec") -> int:
+    if spec.block_size % tokens:
+        raise CallerError(f"tensor blocks do not divide the scheduler's: tensor={tokens}, scheduler={spec.block_size}")
+    return tokens
