@@ -16,6 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from kv_core.errors import CallerError
 from kv_core.spans import Span
 from kv_transfer.plan.cache_state import PLAIN, BlockLayout, CacheState, Share
 
@@ -35,7 +36,7 @@ class PagedCaches:
 
     def __post_init__(self) -> None:
         if len(self.planes) % self.num_planes:
-            raise ValueError(f"planes are not whole layers: planes={len(self.planes)}, per layer={self.num_planes}")
+            raise CallerError(f"planes are not whole layers: planes={len(self.planes)}, per layer={self.num_planes}")
         for number, plane in enumerate(self.planes):
             _check_plane(plane, 1 if self.tile != PLAIN else self.tokens_per_block)
             _check_alike(plane, self.planes[0], self.planes[number % self.num_planes])
@@ -74,14 +75,14 @@ class PagedCaches:
         return BlockLayout("head_major" if heads_outside else "token_major", self.tile)
 
     def planes_of_layers(self, layers: Span) -> tuple[Tensor, ...]:
-        """The planes of some global layers, in order; ValueError if one is not held."""
+        """The planes of some global layers, in order; CallerError if one is not held."""
         if not self.layers.covers(layers):
-            raise ValueError(f"layers are not held: wanted={layers}, held={self.layers}")
+            raise CallerError(f"layers are not held: wanted={layers}, held={self.layers}")
         start, stop = layers.start - self.first_layer, layers.stop - self.first_layer
         return self.planes[start * self.num_planes : stop * self.num_planes]
 
     def check(self, state: CacheState, share: Share) -> None:
-        """ValueError unless these are the caches that `state` describes for the rank with `share`."""
+        """CallerError unless these are the caches that `state` describes for the rank with `share`."""
         _check_agree("layers", self.layers, share.layers)
         if not self.planes:
             return
@@ -112,7 +113,7 @@ def planes_of(tensor: Tensor, axes: str, **sizes: int) -> tuple[Tensor, ...]:
     if len(words) == 1:
         return views[0].unbind(0)
     if len(words) != len(views[0]):
-        raise ValueError(f"not one word of axes per plane: words={len(words)}, planes={len(views[0])}")
+        raise CallerError(f"not one word of axes per plane: words={len(words)}, planes={len(views[0])}")
     return tuple(view[number] for number, view in enumerate(views))
 
 
@@ -126,10 +127,10 @@ def _plane_view(tensor: Tensor, word: str, sizes: dict[str, int]) -> Tensor:
     groups = [merged or single for merged, single in re.findall(r"\(([A-Z]+)\)|([A-Z])", word)]
     letters = "".join(groups)
     if len(set(letters)) != len(letters) or not set("BD") <= set(letters) <= set(PLANE_AXES):
-        raise ValueError(f"unknown axes: got={word!r}, letters={PLANE_AXES}, each at most once, B and D always")
+        raise CallerError(f"unknown axes: got={word!r}, letters={PLANE_AXES}, each at most once, B and D always")
     view = tensor.view(*tensor.shape[: len(groups) - 1], -1) if tensor.ndim > len(groups) else tensor
     if view.ndim != len(groups):
-        raise ValueError(f"the tensor has not these axes: shape={tuple(tensor.shape)}, axes={word!r}")
+        raise CallerError(f"the tensor has not these axes: shape={tuple(tensor.shape)}, axes={word!r}")
     for axis in reversed(range(len(groups))):
         if len(groups[axis]) > 1:
             view = torch.unflatten(view, axis, tuple(sizes.get(letter, -1) for letter in groups[axis]))
@@ -140,18 +141,18 @@ def _plane_view(tensor: Tensor, word: str, sizes: dict[str, int]) -> Tensor:
 
 def _check_plane(plane: Tensor, tokens: int) -> None:
     if plane.ndim != 4 or plane.shape[1] != tokens:
-        raise ValueError(f"a plane is not [B, T, H, D]: got={tuple(plane.shape)}, T={tokens}")
+        raise CallerError(f"a plane is not [B, T, H, D]: got={tuple(plane.shape)}, T={tokens}")
 
 
 def _check_alike(plane: Tensor, first: Tensor, same_kind: Tensor) -> None:
     """All planes are equal but for their address; K and V may also have different strides."""
     if (plane.shape, plane.dtype, plane.device) != (first.shape, first.dtype, first.device):
         ours, theirs = (f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in (plane, first))
-        raise ValueError(f"planes differ: one={ours}, first={theirs}")
+        raise CallerError(f"planes differ: one={ours}, first={theirs}")
     if plane.stride() != same_kind.stride():
-        raise ValueError(f"planes of one kind differ in strides: one={plane.stride()}, first={same_kind.stride()}")
+        raise CallerError(f"planes of one kind differ in strides: one={plane.stride()}, first={same_kind.stride()}")
 
 
 def _check_agree(what: str, cached: object, stated: object) -> None:
     if cached != stated:
-        raise ValueError(f"the caches are not as stated: {what}: caches={cached}, stated={stated}")
+        raise CallerError(f"the caches are not as stated: {what}: caches={cached}, stated={stated}")

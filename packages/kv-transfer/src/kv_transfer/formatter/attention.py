@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kv_core.errors import CallerError
 from kv_kernels.gather import gather
 from kv_kernels.launch import Route
 from kv_kernels.scatter import scatter
@@ -27,7 +28,7 @@ class AttentionFormatter:
     order: BlockOrder
 
     def split(self, chunk: Chunk, caches: PagedCaches, block_range: BlockRange, out: Tensor) -> tuple[Route, ...]:
-        """See `base.Formatter.split`; ValueError if chunk, caches, blocks and bytes do not fit each other."""
+        """See `base.Formatter.split`; CallerError if chunk, caches, blocks and bytes do not fit each other."""
         part = _Part.of(chunk, caches, block_range)
         return tuple(
             gather(dense, planes, part.block_ids, first_token=part.first_token, first_head=part.first_head)
@@ -35,7 +36,7 @@ class AttentionFormatter:
         )
 
     def concat(self, chunk: Chunk, caches: PagedCaches, block_range: BlockRange, src: Tensor) -> tuple[Route, ...]:
-        """See `base.Formatter.concat`; ValueError if chunk, caches, blocks and bytes do not fit each other."""
+        """See `base.Formatter.concat`; CallerError if chunk, caches, blocks and bytes do not fit each other."""
         part = _Part.of(chunk, caches, block_range)
         return tuple(
             scatter(planes, dense, part.block_ids, first_token=part.first_token, first_head=part.first_head)
@@ -61,7 +62,7 @@ class AttentionFormatter:
         num_bytes = num_layers * caches.num_planes * part.num_tokens * num_heads * plane.shape[3] * plane.itemsize
         if not (flat.numel() * flat.itemsize == chunk.num_bytes == num_bytes):
             sizes = f"array={flat.numel() * flat.itemsize}, chunk={chunk.num_bytes}, blocks={num_bytes}"
-            raise ValueError(f"sizes in bytes do not agree: {sizes}")
+            raise CallerError(f"sizes in bytes do not agree: {sizes}")
         typed = flat.view(plane.dtype)
         if self.order == "token_major":
             return typed.view(num_layers, caches.num_planes, part.num_tokens, num_heads, -1)
@@ -80,12 +81,12 @@ class _Part:
     @classmethod
     def of(cls, chunk: Chunk, caches: PagedCaches, block_range: BlockRange) -> "_Part":
         if not caches.heads.covers(chunk.piece.heads):
-            raise ValueError(f"heads are not held: wanted={chunk.piece.heads}, held={caches.heads}")
+            raise CallerError(f"heads are not held: wanted={chunk.piece.heads}, held={caches.heads}")
         size, tokens = caches.tokens_per_block, chunk.tokens
         blocks = block_range.for_tokens(tokens, size)
         first_head = chunk.piece.heads.start - caches.first_head
         if caches.tile == PLAIN:
             return cls(blocks.ids, tokens.start - blocks.ordinals.start * size, len(tokens), first_head)
         if tokens.start % size or tokens.stop % size:
-            raise ValueError(f"opaque tiles move only whole: tokens={tokens}, tokens per block={size}")
+            raise CallerError(f"opaque tiles move only whole: tokens={tokens}, tokens per block={size}")
         return cls(blocks.ids, 0, len(blocks.ids), first_head)

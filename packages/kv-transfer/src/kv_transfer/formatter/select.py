@@ -5,13 +5,14 @@ Out: the Formatter for its kind of attention.
 Law: a kind nobody has written a formatter for is refused by name, never served by another's.
 """
 
+from kv_core.errors import CallerError
 from kv_transfer.formatter.attention import AttentionFormatter
 from kv_transfer.formatter.base import Formatter
 from kv_transfer.plan.cache_state import CacheState
 
 
 def formatter_for(sender: CacheState) -> Formatter:
-    """The formatter both sides use for chunks of this sender; ValueError if there is none."""
+    """The formatter both sides use for chunks of this sender; CallerError if there is none."""
     if sender.attention != "full":
-        raise ValueError(f"no formatter for this attention: got={sender.attention!r}, known='full'")
+        raise CallerError(f"no formatter for this attention: got={sender.attention!r}, known='full'")
     return AttentionFormatter(sender.layout.order)

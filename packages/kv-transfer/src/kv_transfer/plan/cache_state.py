@@ -3,7 +3,7 @@
 In:  the engine's configuration, or the bytes of a peer's card.
 Out: CacheState, ParallelLayout and BlockLayout, frozen values that msgspec can carry.
 Law: a value that exists is whole: stages cut the layers without gap or overlap, tensor ranks cover every head
-(several may hold the same one), sizes are positive and bounded. Whatever breaks this raises ValueError with both
+(several may hold the same one), sizes are positive and bounded. Whatever breaks this raises CallerError with both
 values; while decoding, msgspec turns that into its ValidationError. Transfer spec 2.1, 2.8; defects A1, A2, A5, A7.
 """
 
@@ -14,6 +14,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from kv_core.errors import CallerError
 from kv_core.ids import Rank
 from kv_core.spans import Span
 
@@ -85,9 +86,9 @@ class ParallelLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if not self.layers or not self.heads:
-            raise ValueError(f"an instance has no rank: stages={len(self.layers)}, tensor ranks={len(self.heads)}")
+            raise CallerError(f"an instance has no rank: stages={len(self.layers)}, tensor ranks={len(self.heads)}")
         if self.num_ranks > MAX_RANKS:
-            raise ValueError(f"too many ranks: got={self.num_ranks}, most={MAX_RANKS}")
+            raise CallerError(f"too many ranks: got={self.num_ranks}, most={MAX_RANKS}")
         _check_stages(self.layers)
         _check_heads(self.heads)
 
@@ -119,9 +120,9 @@ class ParallelLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(Rank(rank) for rank in range(self.num_ranks))
 
     def share_of(self, rank: Rank) -> Share:
-        """What `rank` holds; ValueError if the instance has no such rank."""
+        """What `rank` holds; CallerError if the instance has no such rank."""
         if not 0 <= rank < self.num_ranks:
-            raise ValueError(f"no such rank: got={rank}, ranks={self.num_ranks}")
+            raise CallerError(f"no such rank: got={rank}, ranks={self.num_ranks}")
         stage, tensor_rank = divmod(rank, len(self.heads))
         return Share(rank, self.layers[stage], self.heads[tensor_rank])
 
@@ -148,7 +149,7 @@ class CacheState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         _check_name("fingerprint", self.fingerprint)
         _check_name("attention", self.attention)
         if self.dtype not in ITEM_BYTES:
-            raise ValueError(f"unknown dtype: got={self.dtype[:MAX_NAME_LENGTH]!r}, known={', '.join(ITEM_BYTES)}")
+            raise CallerError(f"unknown dtype: got={self.dtype[:MAX_NAME_LENGTH]!r}, known={', '.join(ITEM_BYTES)}")
         _check_count("head_size", self.head_size, MAX_HEAD_SIZE)
         _check_count("num_planes", self.num_planes, MAX_PLANES)
         _check_count("tokens_per_block", self.tokens_per_block, MAX_TOKENS_PER_BLOCK)
@@ -174,32 +175,32 @@ def _check_stages(layers: tuple[Span, ...]) -> None:
     expected = 0
     for stage, span in enumerate(layers):
         if span.start != expected:
-            raise ValueError(f"stages leave a gap or overlap: stage={stage}, start={span.start}, expected={expected}")
+            raise CallerError(f"stages leave a gap or overlap: stage={stage}, start={span.start}, expected={expected}")
         expected = span.stop
     if not 0 < expected <= MAX_LAYERS:
-        raise ValueError(f"number of layers out of bounds: got={expected}, allowed=1..{MAX_LAYERS}")
+        raise CallerError(f"number of layers out of bounds: got={expected}, allowed=1..{MAX_LAYERS}")
 
 
 def _check_heads(heads: tuple[Span, ...]) -> None:
     covered = 0
     for span in sorted(heads):
         if not span or span.start < 0 or span.stop > MAX_HEADS:
-            raise ValueError(f"a tensor rank's heads are empty or out of bounds: got={span}, allowed=[0, {MAX_HEADS})")
+            raise CallerError(f"a tensor rank's heads are empty or out of bounds: got={span}, allowed=[0, {MAX_HEADS})")
         if span.start > covered:
-            raise ValueError(f"no tensor rank holds some heads: held up to={covered}, next held={span.start}")
+            raise CallerError(f"no tensor rank holds some heads: held up to={covered}, next held={span.start}")
         covered = max(covered, span.stop)
 
 
 def _check_name(field: str, name: str) -> None:
     if not 0 < len(name) <= MAX_NAME_LENGTH:
-        raise ValueError(f"{field} is empty or too long: characters={len(name)}, most={MAX_NAME_LENGTH}")
+        raise CallerError(f"{field} is empty or too long: characters={len(name)}, most={MAX_NAME_LENGTH}")
 
 
 def _check_count(field: str, count: int, most: int) -> None:
     if not 0 < count <= most:
-        raise ValueError(f"{field} out of bounds: got={count}, allowed=1..{most}")
+        raise CallerError(f"{field} out of bounds: got={count}, allowed=1..{most}")
 
 
 def _check_agree(field: str, stated: int, laid_out: int) -> None:
     if stated != laid_out:
-        raise ValueError(f"{field} contradicts the parallel layout: stated={stated}, laid out={laid_out}")
+        raise CallerError(f"{field} contradicts the parallel layout: stated={stated}, laid out={laid_out}")

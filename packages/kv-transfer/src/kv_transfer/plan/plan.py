@@ -16,6 +16,7 @@ from typing import Final
 
 import msgspec
 
+from kv_core.errors import CallerError
 from kv_core.ids import Rank
 from kv_core.spans import Span, ceil_div
 from kv_transfer.plan.cache_state import MAX_HEADS, MAX_LAYERS, CacheState
@@ -95,7 +96,7 @@ def chunks_of(pieces: Sequence[Piece], tokens: Span, state: CacheState, max_byte
 
     Tokens are cut first, at block boundaries of the sender, so that a chunk touches few blocks on either side. Layers
     are cut only when one block of all layers is too big, and blocks only when one block of one layer is. Raises
-    ValueError when not even the smallest movable unit of one layer fits.
+    CallerError when not even the smallest movable unit of one layer fits.
     """
     parts = (
         (Piece(layers, piece.heads), part, _num_bytes(layers, piece.heads, part, state))
@@ -141,7 +142,7 @@ def _steps(piece: Piece, state: CacheState, max_bytes: int) -> tuple[int, int]:
     unit_bytes = token_bytes * state.tokens_per_unit
     units = max_bytes // unit_bytes
     if units < 1:
-        raise ValueError(f"a chunk cannot hold one unit: unit={unit_bytes} bytes, max_bytes={max_bytes}")
+        raise CallerError(f"a chunk cannot hold one unit: unit={unit_bytes} bytes, max_bytes={max_bytes}")
     return 1, units * state.tokens_per_unit
 
 
@@ -155,4 +156,4 @@ def _steps_over(span: Span, step: int, grid: int) -> Iterator[Span]:
 
 def _check_span(what: str, span: Span, stop: int) -> None:
     if span.start < 0 or span.stop > stop or not span:
-        raise ValueError(f"{what} are empty or out of bounds: got={span}, allowed=[0, {stop})")
+        raise CallerError(f"{what} are empty or out of bounds: got={span}, allowed=[0, {stop})")

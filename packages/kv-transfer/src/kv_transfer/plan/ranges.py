@@ -9,6 +9,7 @@ range. Transfer spec 5.11; defects B2, B9.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kv_core.errors import CallerError
 from kv_core.ids import BlockId
 from kv_core.spans import Span
 
@@ -22,23 +23,23 @@ class BlockRange:
 
     def __post_init__(self) -> None:
         if len(self.ordinals) != len(self.ids):
-            raise ValueError(f"a block range is not one id per ordinal: ordinals={self.ordinals}, ids={len(self.ids)}")
+            raise CallerError(f"a block range is not one id per ordinal: ordinals={self.ordinals}, ids={len(self.ids)}")
 
     def for_tokens(self, tokens: Span, tokens_per_block: int) -> "BlockRange":
-        """The part of this range that holds `tokens`; ValueError if it holds only some of them."""
+        """The part of this range that holds `tokens`; CallerError if it holds only some of them."""
         wanted = tokens.blocks(tokens_per_block)
         if not self.ordinals.covers(wanted):
-            raise ValueError(f"the range lacks blocks of these tokens: wanted={wanted}, held={self.ordinals}")
+            raise CallerError(f"the range lacks blocks of these tokens: wanted={wanted}, held={self.ordinals}")
         if not wanted:
             return BlockRange(wanted, ())
         return BlockRange(wanted, self.ids[wanted.start - self.ordinals.start : wanted.stop - self.ordinals.start])
 
 
 def block_range(table: Sequence[BlockId], tokens: Span, tokens_per_block: int) -> BlockRange:
-    """The blocks of `table` that hold `tokens`; ValueError if the table is too short."""
+    """The blocks of `table` that hold `tokens`; CallerError if the table is too short."""
     ordinals = tokens.blocks(tokens_per_block)
     if tokens.start < 0 or ordinals.stop > len(table):
-        raise ValueError(
+        raise CallerError(
             f"the block table does not hold these tokens: wanted={tokens}, held={len(table) * tokens_per_block}"
         )
     return BlockRange(ordinals, tuple(table[ordinals.start : ordinals.stop]))

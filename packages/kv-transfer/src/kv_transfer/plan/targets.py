@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
+from kv_core.errors import CallerError
 from kv_core.ids import Rank
 from kv_core.spans import Span
 from kv_transfer.plan.cache_state import ParallelLayout, Share
@@ -27,7 +28,7 @@ def target_ranks(ours: Share, peer: ParallelLayout, spread: int = 0) -> tuple[Ta
     """One source for each part of `ours`, ordered by layers, then heads.
 
     Where the peer holds a head several times, the copy is chosen by our rank plus `spread`, any number both sides
-    agree on for this request. Raises ValueError if the peer lacks a layer or a head of ours.
+    agree on for this request. Raises CallerError if the peer lacks a layer or a head of ours.
     """
     _check_covered("layers", ours.layers, Span(0, peer.num_layers))
     _check_covered("heads", ours.heads, Span(0, peer.num_kv_heads))
@@ -68,4 +69,4 @@ def _pick(run: Span, ours: Share, peer: ParallelLayout, spread: int) -> int:
 
 def _check_covered(what: str, ours: Span, theirs: Span) -> None:
     if not theirs.covers(ours):
-        raise ValueError(f"the peer lacks {what} of ours: ours={ours}, theirs={theirs}")
+        raise CallerError(f"the peer lacks {what} of ours: ours={ours}, theirs={theirs}")

@@ -1,0 +1,96 @@
+"""Drawn copies between planes and a dense view, and the model that says what they must give.
+
+Law: the model loops over single elements of a plain list and shares no code with what it judges.
+"""
+
+from dataclasses import dataclass
+from random import Random
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+WIDTHS = {1: torch.uint8, 2: torch.float16, 4: torch.float32, 8: torch.float64}
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+TOKEN_MAJOR = "BTHD"
+HEAD_MAJOR = "BHTD"
+TRANSPOSED = "BHDT"
+
+
+class Window(TypedDict):
+    first_token: int
+    first_head: int
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Arguments of one gather or scatter, planes and dense view filled with random bytes."""
+
+    planes: list[Tensor]
+    dense: Tensor
+    block_ids: list[int]
+    first_token: int
+    first_head: int
+
+    @property
+    def window(self) -> "Window":
+        return {"first_token": self.first_token, "first_head": self.first_head}
+
+
+def draw_copy(random: Random, width: int, memories: tuple[str, str], head_size: int, device: str = "cpu") -> Copy:
+    """A copy in these memory orders (planes, dense view), with random block size, gaps between blocks, partial
+    first and last blocks and part of the heads."""
+    num_blocks, tokens, heads = random.randint(2, 7), random.choice([1, 2, 3, 5]), random.randint(1, 4)
+    block_ids = random.sample(range(num_blocks), random.randint(1, num_blocks))
+    held = len(block_ids) * tokens
+    first_token = random.randrange(held)
+    num_tokens = random.randint(1, held - first_token)
+    first_head = random.randrange(heads)
+    num_heads = random.randint(1, heads - first_head)
+    num_planes = random.randint(1, 3)
+    sizes = {"B": num_blocks, "T": tokens, "H": heads, "D": head_size}
+    torch.manual_seed(random.getrandbits(32))
+    gap = random.choice([0, 1])
+    planes = [strided(memories[0], sizes, width, gap, device) for _ in range(num_planes)]
+    dense_sizes = {"B": num_planes, "T": num_tokens, "H": num_heads, "D": head_size}
+    dense = strided(memories[1], dense_sizes, width, 0, device)
+    return Copy(planes, dense, block_ids, first_token, first_head)
+
+
+def strided(memory: str, sizes: dict[str, int], width: int, gap: int, device: str) -> Tensor:
+    """A view [B, T, H, D] over memory whose axes lie in the given order; `gap` unused rows of B follow each block."""
+    shape = [sizes[axis] for axis in memory]
+    shape[0] *= 1 + gap
+    words = torch.randint(-(2**31), 2**31, (*shape[:-1], shape[-1] * width), dtype=torch.int64).to(torch.uint8)
+    whole = words.to(device).view(-1).view(WIDTHS[width]).view(shape)
+    return whole.permute(*(memory.index(axis) for axis in "BTHD"))[:: 1 + gap]
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The same memory as integers, which compare by their bits."""
+    return tensor.view(WORDS[tensor.dtype.itemsize])
+
+
+def gathered(copy: Copy) -> list[list[list[list[int]]]]:
+    """What the dense view must hold, element by element: [plane][token][head][d]."""
+    return [[[row.tolist() for row in heads] for heads in _cells(plane, copy)] for plane in copy.planes]
+
+
+def scattered(copy: Copy) -> list[Tensor]:
+    """What the planes must hold."""
+    results = [bits(plane).clone() for plane in copy.planes]
+    for result, dense in zip(results, bits(copy.dense), strict=True):
+        for token, heads in enumerate(dense):
+            ordinal, slot = divmod(copy.first_token + token, result.shape[1])
+            for head, row in enumerate(heads):
+                for d, element in enumerate(row.tolist()):
+                    result[copy.block_ids[ordinal], slot, copy.first_head + head, d] = element
+    return results
+
+
+def _cells(plane: Tensor, copy: Copy) -> list[list[Tensor]]:
+    _, num_tokens, num_heads, _ = copy.dense.shape
+    positions = [divmod(copy.first_token + token, plane.shape[1]) for token in range(num_tokens)]
+    heads = range(copy.first_head, copy.first_head + num_heads)
+    return [[bits(plane)[copy.block_ids[ordinal], slot, head] for head in heads] for ordinal, slot in positions]
