@@ -20,8 +20,10 @@ def test_keys_of_both_layers_are_read():
     assert config.test_hooks_dir == Path("/tmp/x")
 
 
-@pytest.mark.parametrize(("extra", "named"), [({"lease": 5}, "lease"), ({"lease_s": "long"}, "lease_s|float"), ({"port": 70000}, "70000"),
-    ({"lease_s": -1}, "lease_s"), ({"bind_host": "0.0.0.0"}, "advertised_host"), ({"test_hooks_dir": 3}, "str")])  # fmt: skip
+@pytest.mark.parametrize(("extra", "named"), [
+    ({"lease": 5}, "lease"), ({"lease_s": "long"}, "float"), ({"port": 70000}, "70000"),
+    ({"lease_s": -1}, "lease_s"), ({"bind_host": "0.0.0.0"}, "advertised_host"), ({"test_hooks_dir": 3}, "str"),
+])  # fmt: skip
 def test_what_is_wrong_is_named(extra, named):
     with pytest.raises(CallerError, match=named):
         ferry_config(extra)

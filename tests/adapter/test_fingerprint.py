@@ -86,7 +86,7 @@ def test_weights_in_other_formats_are_sampled_whole(tmp_path):
 def test_a_directory_without_weights_or_configuration_is_refused(tmp_path):
     with pytest.raises(CallerError, match=str(tmp_path)):
         fingerprint(tmp_path)
-    with pytest.raises(CallerError, match="config.json"):
+    with pytest.raises(CallerError, match=r"config\.json"):
         read_config(tmp_path)
 
 

@@ -97,5 +97,7 @@ def _text(params: Mapping[str, object], field: str) -> str:
     if value is None:
         raise HandoverError(f"kv_transfer_params.{field}: missing; got the fields {sorted(map(str, params))}")
     if not isinstance(value, str) or not 0 < len(value) <= _MAX_NAME:
-        raise HandoverError(f"kv_transfer_params.{field}: expected text of 1 to {_MAX_NAME} characters, got {value!r:.80}")
+        raise HandoverError(
+            f"kv_transfer_params.{field}: expected text of 1 to {_MAX_NAME} characters, got {value!r:.80}"
+        )
     return value

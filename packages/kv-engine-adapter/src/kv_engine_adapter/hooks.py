@@ -9,7 +9,6 @@ Law: with an empty directory nothing differs from no directory at all.
 """
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +32,7 @@ class OrderedFaults(NoFaults):
         self._hold = directory / "hold-writes"
         self._state = state
 
-    def after_verify(self, session: SessionId, chunk: "Chunk", received: "torch.Tensor") -> None:
+    def after_verify(self, session: SessionId, chunk: "Chunk", received: "torch.Tensor") -> None:  # noqa: ARG002
         if not self._corrupt.exists():
             return
         order = json.loads(self._corrupt.read_text())
@@ -45,11 +44,8 @@ class OrderedFaults(NoFaults):
             hit = plane.narrow(axis, tokens.start - chunk.tokens.start, len(tokens))
             hit[..., ITEM_BYTES[state.dtype] - 1 :: ITEM_BYTES[state.dtype]] ^= 0x80
 
-    def before_write(self, session: SessionId, seq: int) -> bool:
+    def before_write(self, session: SessionId, seq: int) -> bool:  # noqa: ARG002
         return self._hold.exists()
-
-    def outgoing(self, message: object) -> Sequence[float]:
-        return (0.0,)
 
 
 def _chunk_planes(received: "torch.Tensor", chunk: "Chunk", state: CacheState) -> "torch.Tensor":

@@ -6,9 +6,17 @@ Law: a counter is a difference since the last report, so sums over steps and ran
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, TypedDict, cast
 
 Counters = dict[str, float]
 Gauges = dict[str, dict[str, float]]
+
+
+class Report(TypedDict):
+    """What one rank, or several merged, have to say; gauges by source."""
+
+    counters: Counters
+    gauges: Gauges
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +46,17 @@ GAUGES: dict[str, Metric] = {
 }
 
 
-def merged(ours: Mapping[str, object], theirs: Mapping[str, object]) -> dict[str, object]:
+def report_of(payload: Mapping[str, Any]) -> Report:
+    """The report that a host's container carries; an empty container is an empty report."""
+    return cast("Report", payload) if payload else Report(counters={}, gauges={})
+
+
+def merged(ours: Report, theirs: Report) -> Report:
     """Two reports as one: counters add, gauges of the later report replace those of the same source."""
-    counters: Counters = dict(_counters(ours))
-    for name, value in _counters(theirs).items():
+    counters = dict(ours["counters"])
+    for name, value in theirs["counters"].items():
         counters[name] = counters.get(name, 0) + value
-    gauges: Gauges = {source: dict(values) for source, values in _gauges(ours).items()}
-    gauges.update({source: dict(values) for source, values in _gauges(theirs).items()})
-    return {"counters": counters, "gauges": gauges}
+    return Report(counters=counters, gauges={**ours["gauges"], **theirs["gauges"]})
 
 
 def totals(gauges: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -57,9 +68,9 @@ def totals(gauges: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     return sums
 
 
-def summary(report: Mapping[str, object]) -> dict[str, int | float]:
+def summary(report: Report) -> dict[str, int | float]:
     """One line for a log: what moved, how fast, what failed."""
-    counters = _counters(report)
+    counters = report["counters"]
     loads, seconds = counters.get("loads", 0), counters.get("load_seconds", 0)
     received = counters.get("bytes_received", 0)
     return {
@@ -69,15 +80,5 @@ def summary(report: Mapping[str, object]) -> dict[str, int | float]:
         "MB received": round(received / 1e6, 3),
         "MB sent": round(counters.get("bytes_sent", 0) / 1e6, 3),
         "mean load ms": round(1e3 * seconds / loads, 3) if loads else 0.0,
-        "quarantined regions": int(totals(_gauges(report)).get("quarantined", 0)),
+        "quarantined regions": int(totals(report["gauges"]).get("quarantined", 0)),
     }
-
-
-def _counters(report: Mapping[str, object]) -> Mapping[str, float]:
-    counters = report.get("counters")
-    return counters if isinstance(counters, Mapping) else {}
-
-
-def _gauges(report: Mapping[str, object]) -> Mapping[str, Mapping[str, float]]:
-    gauges = report.get("gauges")
-    return gauges if isinstance(gauges, Mapping) else {}

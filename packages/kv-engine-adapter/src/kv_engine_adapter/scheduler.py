@@ -28,6 +28,7 @@ from kv_engine_adapter.handover import (
     wants_load,
     wants_offer,
 )
+from kv_engine_adapter.metrics import Report
 from kv_engine_adapter.orders import LoadBlocks, OpenOffer, SettleOffer, StepOrders
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class RequestView(Protocol):
     @property
     def family(self) -> str:
         """Equal for the requests that one client call was cut into (`n` > 1, several prompts)."""
+
     @property
     def params(self) -> Mapping[str, object] | None: ...
     @property
@@ -135,7 +137,7 @@ class FerryScheduler:
         shares_prefixes: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`shares_prefixes`: the engine keeps a prefix cache, so equal prompts wait for one load instead of repeating it."""
+        """`shares_prefixes`: the engine keeps a prefix cache, so equal prompts wait for one load, not repeat it."""
         self._identity = identity
         self._door = door
         self._lease_s = lease_s
@@ -148,7 +150,7 @@ class FerryScheduler:
         self._families: dict[str, tuple[TransferId, float]] = {}
         self._pending = _Pending()
         self._num_refused = 0
-        self._last_gauges: dict[str, int] = {}
+        self._last_gauges: dict[str, float] = {}
 
     # -- decode side ---------------------------------------------------------------------------------------------
 
@@ -243,7 +245,7 @@ class FerryScheduler:
     def finished(
         self, request: RequestView, block_ids: Sequence[int], *, complete: bool
     ) -> tuple[bool, dict[str, object] | None]:
-        """A request ended (`complete`: with its whole prompt computed). Answers (keep the blocks, what to tell the client).
+        """A request ended, `complete` if with its whole prompt computed. Answers (keep the blocks, what to tell a client).
 
         Law: blocks are kept exactly if the request was offered; the workers then report it as sent once.
         """
@@ -315,19 +317,19 @@ class FerryScheduler:
         pending, self._pending = self._pending, _Pending()
         return StepOrders(tuple(pending.offers), settled, tuple(pending.loads), tuple(pending.aborts))
 
-    def gauges(self) -> dict[str, int]:
+    def gauges(self) -> dict[str, float]:
         """Offers and loads now open, for metrics and tests."""
         loading = sum(load.stage is Stage.LOADING for load in self._loads.values())
         return {"offers": len(self._offered), "loads": loading + len(self._orphans)}
 
-    def take_report(self) -> dict[str, object] | None:
+    def take_report(self) -> Report | None:
         """Counters since the last report and present gauges; `None` when nothing changed."""
         gauges = self.gauges()
         if not self._num_refused and gauges == self._last_gauges:
             return None
-        counters = {"handovers_refused": self._num_refused} if self._num_refused else {}
+        counters: dict[str, float] = {"handovers_refused": self._num_refused} if self._num_refused else {}
         self._num_refused, self._last_gauges = 0, gauges
-        return {"counters": counters, "gauges": {"scheduler": gauges}}
+        return Report(counters=counters, gauges={"scheduler": gauges})
 
     def close(self) -> None:
         """Close the door to the peers; open offers end with the engine."""

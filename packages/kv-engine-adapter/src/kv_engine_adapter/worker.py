@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kv_core.ids import RequestId
+from kv_engine_adapter.metrics import Report
 from kv_engine_adapter.orders import LoadBlocks, StepOrders
 from kv_transfer.orders import Offer, Received, ReceiveOrder
 from kv_transfer.protocol.messages import RankCard
@@ -51,7 +52,7 @@ class FerryWorker:
         return self._transceiver.card
 
     def run(self, orders: StepOrders) -> None:
-        """Start what the scheduler side ordered. Orders of one step are independent, but an offer opens before it settles."""
+        """Start what the scheduler side ordered; an offer opens before it settles."""
         for offer in orders.offers:
             self._transceiver.offer(
                 Offer(
@@ -86,13 +87,13 @@ class FerryWorker:
         blocks, self._failed_blocks = self._failed_blocks, set()
         return blocks
 
-    def take_report(self) -> dict[str, object] | None:
+    def take_report(self) -> Report | None:
         """Counters since the last report and present gauges; `None` when nothing changed."""
         status = self._transceiver.status()
         sent = status.counters.get("bytes_sent", 0)
         self._count("bytes_sent", sent - self._last_bytes_sent)
         self._last_bytes_sent = sent
-        gauges = {
+        gauges: dict[str, float] = {
             "sessions": status.gauges.get("sessions", 0),
             "leases": status.gauges.get("leases", 0),
             "quarantined": status.gauges.get("quarantined", 0),
@@ -100,7 +101,7 @@ class FerryWorker:
         if not self._counters and gauges == self._last_gauges:
             return None
         counters, self._counters, self._last_gauges = self._counters, {}, gauges
-        return {"counters": counters, "gauges": {f"rank{self.card.rank}": gauges}}
+        return Report(counters=counters, gauges={f"rank{self.card.rank}": gauges})
 
     def close(self) -> None:
         """Stop transfers; what still runs ends as failed."""

@@ -4,6 +4,8 @@ Out: one name for each thing the connector needs, whatever the installed vLLM ca
 Law: no other file asks which vLLM is installed.
 """
 
+__all__ = ["CONNECTOR_BASES", "REPORTS_FAILED_REQUESTS", "TransferResults", "vllm_version"]
+
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 
@@ -13,7 +15,7 @@ try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults as TransferResults
 
     REPORTS_FAILED_REQUESTS = True
-except ImportError:  # before 0.29: failed loads can only be named by their blocks
+except ImportError:  # before 0.30: failed loads can only be named by their blocks
 
     @dataclass
     class TransferResults:  # type: ignore[no-redef]

@@ -3,12 +3,12 @@
 Law: this class only delegates. What vLLM may call before any instance exists (class methods) imports nothing heavy.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from kv_engine_adapter.worker import FerryWorker
     from kv_transfer.protocol.messages import RankCard
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass
 class FerryMetadata(KVConnectorMetadata):
@@ -55,6 +57,11 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        if not compat.REPORTS_FAILED_REQUESTS:
+            logger.warning(
+                "vLLM %s cannot be told of a failed load by request, so FerryConnector does not support its hybrid KV "
+                "cache manager; vLLM 0.30 and later can", compat.vllm_version()
+            )  # fmt: skip
         self._scheduler: FerryScheduler | None = None
         self._worker: FerryWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -62,27 +69,37 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
         else:
             self._worker_setup = setup.WorkerSetup(vllm_config, kv_cache_config)
 
+    @property
+    def _scheduling(self) -> "FerryScheduler":
+        assert self._scheduler is not None, "requests come only after the cards of all ranks"
+        return self._scheduler
+
+    @property
+    def _working(self) -> "FerryWorker":
+        assert self._worker is not None, "steps come only after the cache tensors"
+        return self._worker
+
     # -- scheduler side ------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        wanted = self._scheduler.num_external_tokens(RequestView(request), num_computed_tokens)
+        wanted = self._scheduling.num_external_tokens(RequestView(request), num_computed_tokens)
         return wanted, bool(wanted)
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         (block_ids,) = blocks.get_block_ids()
-        self._scheduler.allocated(RequestView(request), block_ids, num_external_tokens)
+        self._scheduling.allocated(RequestView(request), block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
-        return FerryMetadata(self._scheduler.take_orders())
+        return FerryMetadata(self._scheduling.take_orders())
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         failed = getattr(connector_output, "failed_recving", None) or ()
-        self._scheduler.loads_over(connector_output.finished_recving or (), failed)
-        self._scheduler.sends_over(connector_output.finished_sending or ())
+        self._scheduling.loads_over(connector_output.finished_recving or (), failed)
+        self._scheduling.sends_over(connector_output.finished_sending or ())
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         complete = setup.prefill_is_complete(request)
-        return self._scheduler.finished(RequestView(request), block_ids, complete=complete)
+        return self._scheduling.finished(RequestView(request), block_ids, complete=complete)
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
@@ -112,7 +129,7 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         metadata = self._connector_metadata
         if isinstance(metadata, FerryMetadata):
-            self._worker.run(metadata.orders)
+            self._working.run(metadata.orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads end between steps, so there is nothing to wait for inside one."""
@@ -124,22 +141,23 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
         """See `save_kv_layer`."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> compat.TransferResults:
-        done = self._worker.poll()
+        done = self._working.poll()
         return compat.TransferResults(done.sent, done.received, done.failed)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        done = self._worker.poll()
+        done = self._working.poll()
         return done.sent or None, done.received or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         # Versions that are told failed requests by id must not be told of the blocks as well.
-        return set() if compat.REPORTS_FAILED_REQUESTS else self._worker.take_failed_blocks()
+        return set() if compat.REPORTS_FAILED_REQUESTS else self._working.take_failed_blocks()
 
     # -- both ----------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> FerryStats | None:
-        report = (self._worker or self._scheduler).take_report()
-        return FerryStats(report) if report else None
+        half = self._worker or self._scheduler
+        report = None if half is None else half.take_report()
+        return FerryStats(dict(report)) if report else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FerryStats:

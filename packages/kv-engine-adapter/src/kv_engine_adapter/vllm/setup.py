@@ -49,9 +49,7 @@ class SchedulerSetup:
         door = InstanceDoor(settings, instance, incarnation)
         door.set_cards(cards)
         parallel = self._config.parallel_config
-        identity = Identity(
-            instance, incarnation, parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-        )
+        identity = Identity(instance, incarnation, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         shares = bool(self._config.cache_config.enable_prefix_caching)
         return FerryScheduler(identity, door, lease_s=settings.lease_s, shares_prefixes=shares)
 

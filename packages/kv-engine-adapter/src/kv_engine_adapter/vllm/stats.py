@@ -17,14 +17,14 @@ class FerryStats(KVConnectorStats):
     """One report (`kv_engine_adapter.metrics`) as vLLM carries it from worker to log and `/metrics`."""
 
     def reset(self) -> None:
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> "FerryStats":
-        self.data = metrics.merged(self.data, other.data)
+        self.data = dict(metrics.merged(metrics.report_of(self.data), metrics.report_of(other.data)))
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        return metrics.summary(self.data)
+        return metrics.summary(metrics.report_of(self.data))
 
     def is_empty(self) -> bool:
         return not self.data
@@ -41,15 +41,14 @@ class FerryPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters = {
-            name: self._series(self._counter_cls, metric) for name, metric in metrics.COUNTERS.items()
-        }
+        self._counters = {name: self._series(self._counter_cls, metric) for name, metric in metrics.COUNTERS.items()}
         self._gauges = {name: self._series(self._gauge_cls, metric) for name, metric in metrics.GAUGES.items()}
         self._latest: dict[int, metrics.Gauges] = {}
 
     def _series(self, kind: Any, metric: metrics.Metric) -> dict[int, Any]:
         made = kind(name=metric.name, documentation=metric.help, labelnames=self._labelnames)
-        return create_metric_per_engine(made, self.per_engine_labelvalues)
+        children: dict[int, Any] = create_metric_per_engine(made, self.per_engine_labelvalues)
+        return children
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, value in transfer_stats_data.get("counters", {}).items():

@@ -52,7 +52,10 @@ class _Reading:
 
 
 def engine_caches(kv_caches: Mapping[str, "torch.Tensor"], spec: "AttentionSpec", share: Share) -> EngineCaches:
-    """The planes of all layers of `share`; `CallerError` if the tensors are not those of the share or cannot be read."""
+    """The planes of all layers of `share`.
+
+    Raises `CallerError` if the tensors are not those of the share, or their axes cannot be told.
+    """
     from vllm.model_executor.models.utils import extract_layer_index
 
     by_layer = {extract_layer_index(name): tensor for name, tensor in kv_caches.items()}
@@ -92,7 +95,7 @@ def _packed(tensor: "torch.Tensor", spec: "AttentionSpec", tokens: int) -> _Read
 def _cpu_isa(tensor: "torch.Tensor", spec: "AttentionSpec", tokens: int) -> str:
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    return _get_attn_isa(tensor.dtype, tokens, spec.head_size)
+    return str(_get_attn_isa(tensor.dtype, tokens, spec.head_size))
 
 
 def _tokens(tokens: int, spec: "AttentionSpec") -> int:

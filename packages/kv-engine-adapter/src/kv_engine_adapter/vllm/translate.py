@@ -50,7 +50,7 @@ class RequestView:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return self.request.num_prompt_tokens
+        return int(self.request.num_prompt_tokens)
 
     @property
     def is_rejected(self) -> bool:
@@ -97,11 +97,12 @@ def parallel_layout(config: "VllmConfig") -> ParallelLayout:
 def fingerprint(config: "VllmConfig") -> str:
     """The digest of the served model; see `kv_engine_adapter.fingerprint`."""
     model, load = config.model_config, config.load_config
+    overrides = getattr(model, "hf_overrides", None)
     made_up = str(load.load_format) in ("dummy", "LoadFormat.DUMMY")
     extra = {
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
-        "overrides": getattr(model, "hf_overrides", None) if not callable(getattr(model, "hf_overrides", None)) else "code",
+        "overrides": None if callable(overrides) else overrides,
         "made_up_seed": model.seed if made_up else None,
     }
     directory = _checkpoint(model)
