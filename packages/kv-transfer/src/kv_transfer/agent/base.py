@@ -14,6 +14,7 @@ What the caller must know:
   process that owns it. That owner waits LATE_BYTES_GRACE_S, in which it must itself have been running.
 """
 
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -63,8 +64,13 @@ class AgentClosed(FerryError):
     """The agent takes no more work: it was closed, or its thread failed; the message says which."""
 
 
+def fresh_name(kind: str) -> str:
+    """A name for an agent that no other agent has, ever: two incarnations of one rank must differ."""
+    return f"{kind}-{secrets.token_hex(16)}"
+
+
 class Agent(Protocol):
-    """Moves bytes for one owner. Its calls may come from any one thread at a time; completions are the owner's."""
+    """Moves bytes for one owner. Calls may come from any thread but the agent's own; completions are the owner's."""
 
     @property
     def name(self) -> str:

@@ -31,7 +31,7 @@ class RemoteSlice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class AgentCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a peer must know to reach an agent: its kind, its name (of one incarnation), and the transport's own blob."""
+    """What a peer must know to reach an agent: its kind, its name (of one incarnation), and the agent's own blob."""
 
     kind: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARS)]
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARS)]

@@ -1,0 +1,350 @@
+"""An agent made of a transport, a ledger and one thread.
+
+In:  the calls of `Agent`, from any thread; a transport.
+Out: completions, and a waker called from the thread.
+Law: only this thread touches the transport, from its opening to its close. A movement is accepted without waiting for
+     it; the calls that the transport must answer (register, card, add_peer, ...) wait for one turn of the thread,
+     which lasts as long as a few bounded posts at most. While nothing is posted the thread sleeps.
+
+One turn:   calls -> a few posts -> poll all posts -> announce -> rest
+Rest:       not at all while things move; POLL_S while posts are open; until woken when there are none.
+"""
+
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from kv_core.errors import CallerError
+from kv_transfer.agent.base import AgentClosed, Completion, Direction, Pair, Ticket, UnknownPeer
+from kv_transfer.agent.blob import TOKEN_BYTES, Blob, pack_blob, unpack_blob
+from kv_transfer.agent.cards import AgentCard
+from kv_transfer.agent.ledger import Ledger
+from kv_transfer.agent.pieces import check_pairs, cut
+from kv_transfer.agent.transport import PostT, Transport, TransportError
+from kv_transfer.regions import Region
+
+POSTS_A_TURN = 4
+"""So that polling, calls and other peers are never behind more than a few posts."""
+
+SPIN_S = 0.001
+"""How long after the last progress the thread looks again at once: a device moves 16 MiB in less than this."""
+
+POLL_S = 0.001
+"""Pause between looks at posts that do not move; a thousand looks a second cost about 2 % of a core."""
+
+TEARDOWN_S = 2.0
+"""How much longer than its timeout `close` waits for the transport to end."""
+
+ResultT = TypeVar("ResultT")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Something to do in the thread, and how to tell its caller that it will not be done."""
+
+    run: Callable[[], None]
+    refuse: Callable[[Exception], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PumpLimits:
+    """Bounds of one agent; see `pieces` and `ledger` for what they bound."""
+
+    max_post_bytes: int = 16 << 20
+    max_posts_per_peer: int = 4
+
+    def __post_init__(self) -> None:
+        if self.max_post_bytes < 1 or self.max_posts_per_peer < 1:
+            raise CallerError(
+                f"limits are positive: max_post_bytes={self.max_post_bytes}, "
+                f"max_posts_per_peer={self.max_posts_per_peer}"
+            )
+
+
+class PumpedAgent(Generic[PostT]):
+    """An `Agent` over any transport.
+
+    More than seven fields: the owner's half (lock, peers, regions, calls) and the thread's half (posts, progress).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        transport: Transport[PostT],
+        limits: PumpLimits = PumpLimits(),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Starts the thread and opens the transport in it; raises what the opening raises."""
+        self._name = name
+        self._transport = transport
+        self._limits = limits
+        self._clock = clock
+        self._token = secrets.token_bytes(TOKEN_BYTES)
+        self._wake = threading.Condition()  # guards everything up to the thread's own half
+        self._ledger = Ledger(limits.max_posts_per_peer)
+        self._peers: dict[str, Blob] = {}
+        self._regions: set[Region] = set()
+        self._calls: deque[_Call] = deque()
+        self._waker: Callable[[], None] = _no_waker
+        self._num_announced = 0
+        self._closed_because: str | None = None
+        self._close_at = 0.0
+        self._in_doubt = False
+        # The thread's own half:
+        self._posts: list[tuple[Ticket, PostT]] = []
+        self._moved_at = clock()
+        self._thread = threading.Thread(target=self._run, name=f"agent-{name[:24]}", daemon=True)
+        self._thread.start()
+        try:
+            self._call(lambda: transport.open(name))
+        except BaseException:
+            self.close(0)
+            raise
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def kind(self) -> str:
+        return self._transport.kind
+
+    # What the owner asks of the transport.
+
+    def register(self, region: Region) -> None:
+        if region in self._regions:
+            raise CallerError(f"a region is registered once: agent={self._name!r}, {region}")
+        self._call(lambda: self._transport.register(region))
+        self._regions.add(region)
+
+    def deregister(self, region: Region) -> None:
+        with self._wake:
+            if region not in self._regions:
+                raise CallerError(f"the region is not registered: agent={self._name!r}, {region}")
+            if self._ledger.uses(region):
+                raise CallerError(f"bytes of the region may be moving: agent={self._name!r}, {region}")
+        self._call(lambda: self._transport.deregister(region))
+        self._regions.remove(region)
+
+    def card(self) -> AgentCard:
+        blob = pack_blob(self._token, self._call(self._transport.blob))
+        return AgentCard(kind=self.kind, name=self._name, blob=blob)
+
+    def add_peer(self, card: AgentCard) -> None:
+        if card.kind != self.kind:
+            raise CallerError(f"agents of different kinds cannot talk: ours={self.kind!r}, theirs={card.kind!r}")
+        if card.name == self._name:
+            raise CallerError(f"a peer bears our own name: {card.name!r}")
+        blob = unpack_blob(card.blob)
+        if self._peers.get(card.name) != blob:
+            self._call(lambda: self._learn(card.name, blob))
+
+    def remove_peer(self, name: str) -> None:
+        if name in self._peers:
+            self._call(lambda: self._forget(name, "peer removed"))
+
+    # Movements.
+
+    def write(self, peer: str, pairs: Sequence[Pair]) -> Ticket:
+        return self._submit("write", peer, pairs)
+
+    def read(self, peer: str, pairs: Sequence[Pair]) -> Ticket:
+        return self._submit("read", peer, pairs)
+
+    def withdraw(self, ticket: Ticket) -> bool:
+        with self._wake:
+            withdrawn = self._ledger.withdraw(ticket)
+            self._wake.notify()
+        return withdrawn
+
+    def completions(self) -> list[Completion]:
+        with self._wake:
+            self._num_announced = 0
+            return self._ledger.take_completions()
+
+    def on_completion(self, waker: Callable[[], None]) -> None:
+        with self._wake:
+            self._waker, self._num_announced = waker, 0
+            self._wake.notify()
+
+    def close(self, timeout_s: float) -> bool:
+        with self._wake:
+            if self._closed_because is None:
+                self._closed_because = "it was closed"
+                self._close_at = self._clock() + timeout_s
+                self._ledger.drop_waiting("agent closed")
+                self._wake.notify()
+        self._thread.join(timeout_s + TEARDOWN_S)
+        with self._wake:
+            self._in_doubt |= self._thread.is_alive() or self._ledger.num_open > 0
+            self._ledger.drop_all("agent closed while bytes were moving")
+        return not self._in_doubt
+
+    def _submit(self, direction: Direction, peer: str, pairs: Sequence[Pair]) -> Ticket:
+        pieces = cut(direction, pairs, self._limits.max_post_bytes)
+        with self._wake:
+            self._check_open()
+            if peer not in self._peers:
+                raise UnknownPeer(f"no such peer: wanted={peer!r}, known={sorted(self._peers)}")
+            check_pairs(pairs, self._regions)
+            ticket = self._ledger.submit(peer, pieces, (ours.region for ours, _ in pairs))
+            self._wake.notify()
+        return ticket
+
+    def _call(self, do: Callable[[], ResultT]) -> ResultT:
+        """Does something in the thread, and waits for it."""
+        assert threading.current_thread() is not self._thread, "law: a waker does not call its agent"
+        result: Future[ResultT] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(do())
+            except Exception as error:
+                result.set_exception(error)
+
+        with self._wake:
+            self._check_open()
+            self._calls.append(_Call(run, result.set_exception))
+            self._wake.notify()
+        return result.result()
+
+    def _check_open(self) -> None:
+        if self._closed_because is not None:
+            raise AgentClosed(f"the agent takes no more work: agent={self._name!r}, {self._closed_because}")
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except Exception as error:
+            _log.critical("agent %s: its thread failed", self._name, exc_info=True)
+            self._refuse_all(f"its thread failed: {error!r}")
+        else:
+            self._refuse_all("it was closed")
+            self._tear_down()
+        self._announce()
+
+    def _turn(self) -> bool:
+        """One turn; False when the agent is closed and has nothing left to wait for."""
+        self._run_calls()
+        moved = self._post_some()
+        moved |= self._poll_posts()
+        self._announce()
+        return self._rest(moved)
+
+    def _run_calls(self) -> None:
+        with self._wake:
+            calls, self._calls = self._calls, deque()
+        for call in calls:
+            call.run()
+
+    def _post_some(self) -> bool:
+        for num_posted in range(POSTS_A_TURN):
+            with self._wake:
+                due = self._ledger.next_piece()
+            if due is None:
+                return num_posted > 0
+            ticket, piece = due
+            try:
+                self._posts.append((ticket, self._transport.post(ticket.peer, piece)))
+            except TransportError as error:
+                self._ended(ticket, str(error))
+        return True
+
+    def _poll_posts(self) -> bool:
+        """Looks at every post once; whether any has ended."""
+        looked_at, self._posts = self._posts, []
+        for ticket, post in looked_at:
+            failure = ""
+            try:
+                if not self._transport.poll(post):
+                    self._posts.append((ticket, post))
+                    continue
+            except TransportError as error:
+                failure = str(error)
+            self._transport.release(post)
+            self._ended(ticket, failure)
+        return len(self._posts) < len(looked_at)
+
+    def _ended(self, ticket: Ticket, failure: str) -> None:
+        with self._wake:
+            self._ledger.ended(ticket, failure)
+
+    def _announce(self) -> None:
+        with self._wake:
+            fresh = self._ledger.num_completions > self._num_announced
+            self._num_announced = self._ledger.num_completions
+            waker = self._waker
+        if not fresh:
+            return
+        try:
+            waker()
+        except Exception:
+            _log.exception("agent %s: the waker raised, which it must not; completions wait", self._name)
+
+    def _rest(self, moved: bool) -> bool:
+        now = self._clock()
+        if moved:
+            self._moved_at = now
+        hot = bool(self._posts) and now - self._moved_at < SPIN_S
+        with self._wake:
+            if self._closed_because is not None and (not self._posts or now >= self._close_at):
+                return False
+            if not hot and not self._has_work():
+                self._wake.wait(POLL_S if self._posts else None)
+        if hot:
+            time.sleep(0)  # lets other Python threads run
+        return True
+
+    def _has_work(self) -> bool:
+        fresh = self._ledger.num_completions > self._num_announced
+        return fresh or bool(self._calls) or self._ledger.can_post()
+
+    def _refuse_all(self, reason: str) -> None:
+        """Nothing new comes in, and nothing more is posted."""
+        with self._wake:
+            self._closed_because = self._closed_because or reason
+            self._ledger.drop_waiting(reason)
+            calls, self._calls = self._calls, deque()
+        for call in calls:
+            call.refuse(AgentClosed(f"the agent takes no more work: agent={self._name!r}, {reason}"))
+
+    def _tear_down(self) -> None:
+        for _, post in self._posts:
+            self._transport.release(post)
+        try:
+            self._transport.close()
+        except TransportError:
+            _log.exception("agent %s: its transport did not close", self._name)
+
+    def _learn(self, name: str, blob: Blob) -> None:
+        known = self._peers.get(name)
+        if known is not None and known.token != blob.token:
+            self._forget(name, "peer replaced")
+        self._transport.add_peer(name, blob.transport)
+        with self._wake:
+            self._peers[name] = blob
+
+    def _forget(self, name: str, reason: str) -> None:
+        for ticket, post in self._posts:
+            if ticket.peer == name:
+                self._transport.release(post)
+        self._posts = [(ticket, post) for ticket, post in self._posts if ticket.peer != name]
+        with self._wake:
+            self._peers.pop(name, None)
+            self._ledger.drop_peer(name, reason)
+        self._transport.remove_peer(name)
+
+
+def _no_waker() -> None:
+    """Until the owner sets one."""
