@@ -15,8 +15,8 @@ def test_nothing_need_be_written():
 
 
 def test_keys_of_both_layers_are_read():
-    config = ferry_config({"lease_s": 5, "port": 7000, "agent_threads": 2, "test_hooks_dir": "/tmp/x"})
-    assert (config.transfer.lease_s, config.transfer.port, config.agent_threads) == (5, 7000, 2)
+    config = ferry_config({"lease_s": 5, "port": 7000, "test_hooks_dir": "/tmp/x"})
+    assert (config.transfer.lease_s, config.transfer.port) == (5, 7000)
     assert config.test_hooks_dir == Path("/tmp/x")
 
 

@@ -31,7 +31,7 @@ def clock():
 @pytest.fixture
 def scheduler(door, clock):
     identity = Identity(InstanceId("engine"), Incarnation("run-9"), tensor_ranks=2, pipeline_stages=1)
-    return FerryScheduler(identity, door, lease_s=30, shares_prefixes=True, clock=lambda: clock[0])
+    return FerryScheduler(identity, door, lease_s=30, patience_s=60, shares_prefixes=True, clock=lambda: clock[0])
 
 
 def decode(name="d1", num_tokens=70, params=OFFER, **more):
@@ -126,7 +126,7 @@ def test_equal_prompts_wait_for_one_load(scheduler, door):
 
 def test_equal_prompts_do_not_wait_without_a_prefix_cache(door):
     identity = Identity(InstanceId("engine"), Incarnation("run-9"), 1, 1)
-    scheduler = FerryScheduler(identity, door, lease_s=30, shares_prefixes=False)
+    scheduler = FerryScheduler(identity, door, lease_s=30, patience_s=60, shares_prefixes=False)
     first, second = decode("a"), decode("b")
     scheduler.allocated(first, [1, 2, 3], scheduler.num_external_tokens(first, 0) or 0)
     assert scheduler.num_external_tokens(second, 0) == 69
@@ -211,6 +211,27 @@ def test_one_client_call_has_one_transfer_id_and_no_two_calls_share_it(scheduler
     later = scheduler.finished(prefill("p4", family="call-1"), [1], complete=True)[1]["transfer_id"]
     assert later not in ids
     assert all(len(transfer_id) == 32 for transfer_id in ids)
+
+
+def test_an_idle_engine_steps_until_its_workers_have_nothing_open_but_not_for_ever(scheduler, clock):
+    assert not scheduler.has_work()
+    scheduler.workers_report({"rank0": {"sessions": 1, "quarantined": 0}, "rank1": {"sessions": 0}})
+    assert scheduler.has_work()
+    scheduler.workers_report({"rank1": {"sessions": 0}})
+    assert scheduler.has_work()
+    clock[0] += 61
+    assert not scheduler.has_work(), "a stopped peer must not keep us busy"
+    scheduler.workers_report({"rank0": {"sessions": 0, "quarantined": 1}})
+    assert scheduler.has_work()
+    scheduler.workers_report({"rank0": {"sessions": 0, "quarantined": 0}})
+    assert not scheduler.has_work()
+
+
+def test_an_idle_engine_steps_for_orders_not_yet_given(scheduler):
+    scheduler.finished(prefill(), [1], complete=True)
+    assert scheduler.has_work()
+    scheduler.take_orders()
+    assert not scheduler.has_work()
 
 
 def test_what_a_prefill_answers_is_what_a_decode_understands(scheduler, door):

@@ -22,13 +22,11 @@ class FerryConfig:
 
     transfer: TransferConfig
     """Doors, leases, deadlines, staging (see `kv_transfer.config`)."""
-    agent_threads: int = 1
-    """Progress threads of the NIXL agent."""
     test_hooks_dir: Path | None = None
     """Directory of fault orders for tests; never set it in production."""
 
 
-_OWN = ("agent_threads", "test_hooks_dir")
+_OWN = ("test_hooks_dir",)
 
 
 def ferry_config(extra: Mapping[str, object]) -> FerryConfig:
@@ -41,8 +39,7 @@ def ferry_config(extra: Mapping[str, object]) -> FerryConfig:
         )
     try:
         transfer = msgspec.convert({key: extra[key] for key in extra if key in transfer_keys}, TransferConfig)
-        threads = msgspec.convert(extra.get("agent_threads", 1), int)
         hooks = msgspec.convert(extra.get("test_hooks_dir"), str | None)
     except (msgspec.ValidationError, ValueError) as error:
         raise CallerError(f"kv_connector_extra_config: {error}") from error
-    return FerryConfig(transfer, threads, None if hooks is None else Path(hooks))
+    return FerryConfig(transfer, None if hooks is None else Path(hooks))

@@ -28,7 +28,7 @@ from kv_engine_adapter.handover import (
     wants_load,
     wants_offer,
 )
-from kv_engine_adapter.metrics import Report
+from kv_engine_adapter.metrics import Gauges, Report
 from kv_engine_adapter.orders import LoadBlocks, OpenOffer, SettleOffer, StepOrders
 
 logger = logging.getLogger(__name__)
@@ -134,13 +134,18 @@ class FerryScheduler:
         door: Door,
         *,
         lease_s: float,
+        patience_s: float,
         shares_prefixes: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`shares_prefixes`: the engine keeps a prefix cache, so equal prompts wait for one load, not repeat it."""
+        """`shares_prefixes`: the engine keeps a prefix cache, so equal prompts wait for one load, not repeat it.
+
+        `patience_s`: how long an idle engine is kept stepping for what its workers have open.
+        """
         self._identity = identity
         self._door = door
         self._lease_s = lease_s
+        self._patience_s = patience_s
         self._shares_prefixes = shares_prefixes
         self._clock = clock
         self._loads: dict[RequestId, _Load] = {}
@@ -149,6 +154,8 @@ class FerryScheduler:
         self._offered: dict[RequestId, TransferId] = {}
         self._families: dict[str, tuple[TransferId, float]] = {}
         self._pending = _Pending()
+        self._worker_gauges: Gauges = {}
+        self._worker_change = clock()
         self._num_refused = 0
         self._last_gauges: dict[str, float] = {}
 
@@ -245,7 +252,7 @@ class FerryScheduler:
     def finished(
         self, request: RequestView, block_ids: Sequence[int], *, complete: bool
     ) -> tuple[bool, dict[str, object] | None]:
-        """A request ended, `complete` if with its whole prompt computed. Answers (keep the blocks, what to tell a client).
+        """A request ended, `complete` if with its whole prompt computed. Answers (keep blocks, tell the client).
 
         Law: blocks are kept exactly if the request was offered; the workers then report it as sent once.
         """
@@ -316,6 +323,22 @@ class FerryScheduler:
         )
         pending, self._pending = self._pending, _Pending()
         return StepOrders(tuple(pending.offers), settled, tuple(pending.loads), tuple(pending.aborts))
+
+    def workers_report(self, gauges: Gauges) -> None:
+        """What the workers now have open, by rank."""
+        if any(self._worker_gauges.get(source) != values for source, values in gauges.items()):
+            self._worker_gauges.update(gauges)
+            self._worker_change = self._clock()
+
+    def has_work(self) -> bool:
+        """Whether the engine should go on stepping without requests, so that the end of what is open is seen.
+
+        Not for ever: a region that a stopped peer may still write is freed without a step of the engine.
+        """
+        if self._pending.aborts or self._pending.loads or self._pending.offers:
+            return True
+        is_open = any(any(values.values()) for values in self._worker_gauges.values())
+        return is_open and self._clock() - self._worker_change < self._patience_s
 
     def gauges(self) -> dict[str, float]:
         """Offers and loads now open, for metrics and tests."""

@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
+from kv_engine_adapter.metrics import report_of
 from kv_engine_adapter.orders import StepOrders
 from kv_engine_adapter.vllm import compat, setup
 from kv_engine_adapter.vllm.stats import FerryPromMetrics, FerryStats
@@ -96,6 +97,12 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
         failed = getattr(connector_output, "failed_recving", None) or ()
         self._scheduling.loads_over(connector_output.finished_recving or (), failed)
         self._scheduling.sends_over(connector_output.finished_sending or ())
+
+        if connector_output.kv_connector_stats is not None:
+            self._scheduling.workers_report(report_of(connector_output.kv_connector_stats.data)["gauges"])
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.has_work()
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         complete = setup.prefill_is_complete(request)

@@ -51,7 +51,13 @@ class SchedulerSetup:
         parallel = self._config.parallel_config
         identity = Identity(instance, incarnation, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         shares = bool(self._config.cache_config.enable_prefix_caching)
-        return FerryScheduler(identity, door, lease_s=settings.lease_s, shares_prefixes=shares)
+        return FerryScheduler(
+            identity,
+            door,
+            lease_s=settings.lease_s,
+            patience_s=settings.lease_s + settings.request_deadline_s,
+            shares_prefixes=shares,
+        )
 
 
 class WorkerSetup:
@@ -64,7 +70,7 @@ class WorkerSetup:
 
     def start(self, kv_caches: Mapping[str, "torch.Tensor"]) -> tuple[FerryWorker, Incarnation]:
         """Open this rank's door over its caches."""
-        from kv_transfer.agent.nixl import NixlAgent
+        from kv_transfer.agent.nixl import NixlConfig, nixl_agent
         from kv_transfer.transceiver import Transceiver
 
         rank, incarnation = own_rank(self._config), shared_incarnation()
@@ -90,7 +96,7 @@ class WorkerSetup:
             rank,
             state,
             view.caches,
-            NixlAgent(num_threads=self._ferry.agent_threads),
+            nixl_agent(NixlConfig(device=view.device)),
             None if hooks is None else OrderedFaults(hooks, state),
         )
         return FerryWorker(transceiver, view.kernel_blocks, self._spec.block_size), incarnation

@@ -35,6 +35,12 @@ class EngineCaches:
     """Tensor blocks in one block of the scheduler; kernels may want smaller blocks than the scheduler hands out."""
 
     @property
+    def device(self) -> "torch.device | None":
+        """The CUDA device of the tensors; `None` for host memory."""
+        planes = self.caches.planes
+        return planes[0].device if planes and planes[0].is_cuda else None
+
+    @property
     def kernel_blocks(self) -> Callable[[Sequence[int]], tuple[int, ...]]:
         """The scheduler's block ids as those of the tensors, in the same order of tokens."""
         ratio = self.blocks_per_logical
