@@ -31,7 +31,7 @@ test-packages: setup ## Test each package in an environment of its own, without 
 	$(PY) tools/check_packages.py
 
 test-long: setup ## Run the long versions of tests and write their summary to docs/evidence/
-	$(PY) tools/test_long.py --seed $(SEED)
+	$(PY) tools/run_long.py --seed $(SEED)
 
 test-gpu: setup ## Run the tests that need one or several GPUs
 	$(RUN) pytest -m "gpu or multi_gpu"
@@ -47,5 +47,5 @@ format: setup ## Format and fix what can be fixed without thought
 	$(RUN) ruff check --fix .
 
 clean: ## Remove environments, caches and everything else that make has made
-	rm -rf .venv .venv.lock .venvs .work .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venvs .work .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -5,6 +5,7 @@ reach `kv_transfer.protocol` although no line of it says so. Hence the subproces
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -71,7 +72,8 @@ def test_the_probe_sees_a_leak_through_a_parent_package(tmp_path):
 
 def lint_imports(source=None):
     environment = os.environ | ({"PYTHONPATH": str(source)} if source else {})
-    command = [Path(sys.executable).with_name("lint-imports"), "--no-logo", "--no-cache", ROOT / "pyproject.toml"]
+    program = str(Path(sys.executable).with_name("lint-imports"))
+    command = [program, "--no-logo", "--no-cache", str(ROOT / "pyproject.toml")]
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
 
 
@@ -100,6 +102,8 @@ def test_the_import_contracts_hold():
         ("kv_engine_adapter/worker.py", "import kv_engine_adapter.scheduler", "Inside kv_engine_adapter"),
         ("kv_transfer/protocol/messages.py", "import torch", "The deciding parts"),
         ("kv_engine_adapter/orders.py", "import kv_transfer.regions", "The deciding parts"),
+        ("kv_engine_adapter/worker.py", "import nixl", "One door to NIXL"),
+        ("kv_transfer/agent/pump.py", "import nixl", "One door to NIXL"),
         ("kv_transfer/regions.py", "import vllm", "One folder for vLLM"),
         ("kv_transfer/regions.py", "import triton", "Triton lives in the kernels"),
     ],
@@ -111,3 +115,9 @@ def test_a_planted_import_breaks_its_contract(copied_sources, module, violation,
     verdicts = [line for line in ended.stdout.splitlines() if line.startswith(broken) and "BROKEN" in line]
     assert ended.returncode == 1, ended.stdout
     assert verdicts, ended.stdout
+
+
+def test_no_other_file_imports_nixl_by_name_at_run_time():
+    files = [file for source in SOURCES for file in source.rglob("*.py")]
+    doors = [file.name for file in files if re.search(r"import(_module|lib\..*)?\(\s*[\"']nixl", file.read_text())]
+    assert doors == ["nixl.py"]

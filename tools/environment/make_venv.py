@@ -6,7 +6,7 @@ Law: torch stays at the constrained version; vLLM and NIXL go in without their o
      torchvision and torchaudio, which no text model needs, and NIXL asks for the libraries of two CUDA versions.
 
 Usage: python3.11 tools/environment/make_venv.py     (or `make setup`)
-       TORCH_INDEX=<url of a package index>   where to take torch from, if the default index has no CPU build
+       TORCH_INDEX=<url>   one more index, for torch's CPU build; PyPI itself gives the much larger CUDA build
 """
 
 import sys
@@ -58,7 +58,7 @@ def main() -> None:
 def install(venv: Venv) -> None:
     index = os.environ.get("TORCH_INDEX")
     with step("torch"):
-        venv.pip("torch", *(["--index-url", index] if index else []))
+        venv.pip("torch", *(["--extra-index-url", index] if index else []))
     with step("vLLM and NIXL"):
         venv.pip("--no-deps", *WITHOUT_REQUIREMENTS)
     with step("what they need, and the tools"):

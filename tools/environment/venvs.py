@@ -45,8 +45,9 @@ class Venv:
 
     def refresh(self, key: str, install: Callable[["Venv"], None]) -> None:
         """Stamps the environment with `key` once `install` has succeeded; one process at a time."""
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        with self.folder.with_name(self.folder.name + ".lock").open("w") as lock:
+        locks = ROOT / ".work" / "locks"
+        locks.mkdir(parents=True, exist_ok=True)
+        with (locks / self.folder.name).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if self.is_stamped(key):  # another process has done it while we waited
                 return

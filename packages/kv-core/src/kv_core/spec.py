@@ -15,7 +15,16 @@ from kv_core.errors import CallerError
 from kv_core.ids import LayerId
 
 ELEMENT_BYTES: Final[Mapping[str, int]] = MappingProxyType(
-    {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1}
+    {
+        "float64": 8,
+        "float32": 4,
+        "float16": 2,
+        "bfloat16": 2,
+        "float8_e4m3fn": 1,
+        "float8_e5m2": 1,
+        "int8": 1,
+        "uint8": 1,
+    }
 )
 """Bytes of one element, by the dtype's torch name without the prefix."""
 
