@@ -13,9 +13,8 @@ import enum
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from kv_core.ids import Incarnation, InstanceId, RequestId, TransferId
 from kv_core.keys import BlockKey
@@ -30,65 +29,9 @@ from kv_engine_adapter.handover import (
 )
 from kv_engine_adapter.metrics import Gauges, Report
 from kv_engine_adapter.orders import LoadBlocks, OpenOffer, SettleOffer, StepOrders
+from kv_engine_adapter.ports import Door, RequestView
 
 logger = logging.getLogger(__name__)
-
-
-class Door(Protocol):
-    """What we need of the instance's door to its peers (`kv_transfer.instance.InstanceDoor`)."""
-
-    @property
-    def address(self) -> tuple[str, int]: ...
-
-    def open_offer(
-        self, transfer_id: TransferId, request_id: RequestId, prompt_key: bytes, lease_s: float | None = None
-    ) -> None: ...
-
-    def poll_settled(self) -> Sequence["SettledLike"]: ...
-
-    def release(
-        self,
-        host: str,
-        port: int,
-        transfer_id: TransferId,
-        prompt_key: bytes | None,
-        consumer: str,
-        incarnation: Incarnation | None = None,
-    ) -> None: ...
-
-    def close(self, timeout_s: float = 5.0) -> None: ...
-
-
-class SettledLike(Protocol):
-    """An offer that no longer serves anybody."""
-
-    @property
-    def transfer_id(self) -> TransferId: ...
-    @property
-    def request_id(self) -> RequestId: ...
-    @property
-    def reason(self) -> str: ...
-
-
-class RequestView(Protocol):
-    """What we read of an engine's request."""
-
-    @property
-    def request_id(self) -> RequestId: ...
-    @property
-    def family(self) -> str:
-        """Equal for the requests that one client call was cut into (`n` > 1, several prompts)."""
-
-    @property
-    def params(self) -> Mapping[str, object] | None: ...
-    @property
-    def num_prompt_tokens(self) -> int: ...
-    @property
-    def is_rejected(self) -> bool:
-        """Refused before it reached the engine: its prompt is not the client's, only its parameters are."""
-
-    def prompt_key(self) -> BlockKey | None:
-        """Digest of the prompt and its sharing scope; `None` when the prompt has no digest (embeddings)."""
 
 
 class Stage(enum.Enum):

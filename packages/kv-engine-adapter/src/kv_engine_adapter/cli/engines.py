@@ -148,7 +148,14 @@ def engine_arguments(config: EngineConfig, port: int) -> list[str]:
     if config.connector is not None:
         arguments["--kv-transfer-config"] = json.dumps(_transfer_config(config))
     flat = (str(word) for pair in arguments.items() for word in pair)
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flat, "--enforce-eager", *config.extra_arguments]
+    return [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        *flat,
+        "--enforce-eager",
+        *config.extra_arguments,
+    ]
 
 
 def engine_environment(config: EngineConfig) -> dict[str, str]:
