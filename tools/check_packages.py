@@ -99,7 +99,7 @@ def check(package: Package, wheels: Path) -> bool:
     venv = Venv(ROOT / ".venvs" / package.name)
     asked = [*requirements(package), *TEST_TOOLS, *package.test_requirements]
     with step("environment"):
-        venv.refresh(fingerprint(ROOT, asked, CONSTRAINTS.read_text()), lambda it: it.pip("--no-compile", *asked))
+        venv.refresh(fingerprint(ROOT, asked, CONSTRAINTS.read_text()), lambda it: it.pip(*asked))
         venv.pip("--no-deps", "--no-index", "--force-reinstall", *(str(wheel) for wheel in wheels_of(package, wheels)))
     prove_absence(venv, package)
     started = time.monotonic()
