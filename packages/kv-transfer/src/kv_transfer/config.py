@@ -59,7 +59,7 @@ class TransferConfig:
     chunks_in_flight: int = 4
     """Most chunks of one session that are granted, or being written, at once."""
     checksum: bool = True
-    """Ask senders for a CRC-32 of every chunk and verify it before anything is scattered."""
+    """Ask senders for a checksum of every chunk and verify it before anything is scattered."""
 
     max_message_bytes: int = MAX_MESSAGE_BYTES
     max_sessions: int = 4096

@@ -193,6 +193,9 @@ class _Porter:
     def turn(self) -> None:
         """Nothing is left over between messages."""
 
+    def ended(self) -> None:
+        """Open offers end with the engine, unanswered releases with their lease."""
+
     def _introduce(self, wanted: Incarnation | None) -> InstanceCard | InstanceRefused:
         if wanted is not None and wanted != self.incarnation:
             detail = f"this is another run of the instance: ours={self.incarnation}, theirs={wanted}"

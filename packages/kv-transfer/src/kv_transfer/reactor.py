@@ -43,6 +43,9 @@ class Resident(Protocol):
     def turn(self) -> None:
         """Everything that had come in is handled."""
 
+    def ended(self) -> None:
+        """The thread ends, well or badly: nothing will be handed in any more; the wire is still open."""
+
 
 class Reactor:
     """A thread around a wire, timers and an inbox; made in the caller's thread, where listening may fail."""
@@ -79,18 +82,32 @@ class Reactor:
         self._inbox.append(run)
         self._waker.wake()
 
+    def wake(self) -> None:
+        """Let the resident have a turn; from any thread, never blocks."""
+        self._waker.wake()
+
     def stop(self, timeout_s: float) -> bool:
         """End the thread and close the sockets; False if it did not end in time. Idempotent."""
-        self.post(self._stop)
-        self._thread.join(timeout_s)
+        self.post(self.end)
+        return self.join(timeout_s)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread to end; False if it did not in time."""
+        self._thread.join(max(0.0, timeout_s))
         return not self._thread.is_alive()
+
+    def discard(self) -> None:
+        """Close the sockets of a reactor that never started."""
+        self.wire.close()
+        self._waker.close()
+
+    def end(self) -> None:
+        """The thread ends after this turn; of the reactor's thread."""
+        self._stopping = True
 
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
-
-    def _stop(self) -> None:
-        self._stopping = True
 
     def _run(self) -> None:
         try:
@@ -100,6 +117,8 @@ class Reactor:
             logger.critical("the reactor %s ends by an error of its own", self._thread.name, exc_info=True)
             self.failure = error
         finally:
+            assert self._resident is not None
+            self._guarded(self._resident.ended)
             self.wire.close()
             self._waker.close()
 

@@ -18,13 +18,12 @@ OPEN: Final = (
     "offers",
     "loads",
     "leases",
-    "leased_bytes",
     "quarantined",
-    "quarantined_bytes",
+    "staged_bytes",
     "releases",
 )
 """Gauges that must come back to 0. `leases` counts staging regions in use, `quarantined` those a late writer may still
-write; `peers` and `links` are gauges too, but stay while peers do."""
+write, and `staged_bytes` all that is not free of both arenas. `peers` and `links` are gauges too, but stay."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,11 @@ Law: a cancelled timer never runs; one that raises leaves the others in place.
 import heapq
 from collections.abc import Callable
 from itertools import count
+from typing import Final
 
 Clock = Callable[[], float]
+
+GRACE_TICKS: Final = 10
 
 
 class Timer:
@@ -50,6 +53,13 @@ class Timers:
         heapq.heappush(self._heap, (timer.when, next(self._order), timer))
         return timer
 
+    def after_running(self, span_s: float, run: Callable[[], None]) -> None:
+        """Run the callback once this thread has really been running for `span_s`, without being stopped in between.
+
+        Why: a stopped process takes in what waits in its sockets only after it goes on, whatever the clock says.
+        """
+        _Endurance(self, span_s / GRACE_TICKS, run).tick()
+
     def next_delay(self) -> float | None:
         """Seconds until the next timer is due, at least 0; None if there is none."""
         while self._heap and not self._heap[0][2].is_live:
@@ -69,3 +79,25 @@ class Timers:
                 for timer in due:
                     heapq.heappush(self._heap, (timer.when, next(self._order), timer))
                 raise
+
+
+class _Endurance:
+    """Ticks on time, one after the other; a tick that comes late begins the count anew."""
+
+    def __init__(self, timers: Timers, period_s: float, run: Callable[[], None]) -> None:
+        self._timers = timers
+        self._period_s = period_s
+        self._run = run
+        self._left = GRACE_TICKS
+        self._due = timers.clock()
+
+    def tick(self) -> None:
+        late_s = self._timers.clock() - self._due
+        if late_s > GRACE_TICKS * self._period_s / 2:
+            self._left = GRACE_TICKS
+        if self._left == 0:
+            self._run()
+            return
+        self._left -= 1
+        self._due = self._timers.clock() + self._period_s
+        self._timers.after(self._period_s, self.tick)

@@ -4,25 +4,50 @@ In:  offers, orders and aborts of the engine's worker; the rank's caches; an age
 Out: Progress, when polled: offers whose blocks are free again, orders that ended well or badly.
 Law: no call but the constructor and `close` blocks; every order ends by its deadline in exactly one outcome, and is
      reported only when nothing of ours touches its blocks any more.
+
+    engine's thread          reactor's thread                      others
+    Transceiver  --post-->   Reactor > Resident > Core  --jobs-->  Mover (copies)
+        ^                     Peers, Sender, Loads      --writes-> agent's own thread
+        +------ deques ------    timers, sockets
 """
 
-from typing import TYPE_CHECKING
+import logging
+import time
+from collections import deque
+from typing import Final
 
+import torch
+
+from kv_core.errors import CallerError
 from kv_core.ids import Incarnation, InstanceId, Rank, RequestId, TransferId
+from kv_transfer.agent.base import Agent
 from kv_transfer.config import TransferConfig
-from kv_transfer.faults import Faults
-from kv_transfer.orders import Offer, Progress, ReceiveOrder
+from kv_transfer.copies import Copier
+from kv_transfer.core import Core
+from kv_transfer.faults import Faults, NoFaults
+from kv_transfer.mover import Mover
+from kv_transfer.orders import LoadTimes, Offer, Progress, Received, ReceiveOrder
 from kv_transfer.plan.cache_state import CacheState
+from kv_transfer.pools import PagedCaches
 from kv_transfer.protocol.messages import RankCard
+from kv_transfer.reactor import Reactor
+from kv_transfer.regions import Region, device_region, host_region
+from kv_transfer.resident import Resident
+from kv_transfer.room import Identity, Room
+from kv_transfer.staging import Arena
 from kv_transfer.status import Status
 
-if TYPE_CHECKING:
-    from kv_transfer.agent.base import Agent
-    from kv_transfer.pools import PagedCaches
+logger = logging.getLogger(__name__)
+
+POLL_CLOSE_S: Final = 0.5
+"""What `close` allows for the last steps, beyond the time in which it waits for peers."""
 
 
 class Transceiver:
-    """Sends and receives KV cache for one rank; owns one reactor thread, one copy thread, and the agent it is given."""
+    """Sends and receives KV cache for one rank; owns one reactor thread, one copy thread, and the agent it is given.
+
+    Its methods belong to one thread, the engine's.
+    """
 
     def __init__(
         self,
@@ -31,45 +56,151 @@ class Transceiver:
         incarnation: Incarnation,
         rank: Rank,
         state: CacheState,
-        caches: "PagedCaches",
-        agent: "Agent",
+        caches: PagedCaches,
+        agent: Agent,
         faults: Faults | None = None,
     ) -> None:
-        """Listens at once; a port in use raises AddressInUse naming host, port and the setting."""
-        raise NotImplementedError
+        """Listens at once; a port in use raises CannotListen naming host, port and the settings.
+
+        Raises ValueError if the caches are not those that `state` describes for this rank. Staging lies where the
+        caches lie; chunks are at most as large as both arenas can hold. Once made, we close the agent with ourselves.
+        """
+        caches.check(state, state.share_of(rank))
+        device = caches.planes[0].device if caches.planes else torch.device("cpu")
+        send, receive = (Arena(_region(size, device)) for size in (config.send_arena_bytes, config.receive_arena_bytes))
+        faults = faults or NoFaults()
+        self._reactor = Reactor(f"kvferry-rank-{rank}", config, faults)
+        self._mover = Mover(device, self._reactor.post)
+        try:
+            for arena in (send, receive):
+                agent.register(arena.region)
+            agent.on_completion(self._reactor.wake)
+            self._card = RankCard(
+                rank=rank,
+                host=config.call_host,
+                port=self._reactor.wire.port,
+                state=state,
+                max_chunk_bytes=min(config.chunk_bytes, send.max_lease_bytes, receive.max_lease_bytes),
+            )
+            room = Room(
+                config=config,
+                identity=Identity(instance, incarnation, self._card, agent.card()),
+                wire=self._reactor.wire,
+                timers=self._reactor.timers,
+                counters=self._reactor.counters,
+                faults=faults,
+                agent=agent,
+                copies=self._mover,
+            )
+        except BaseException:
+            self._mover.close(POLL_CLOSE_S)
+            self._reactor.discard()
+            raise
+        self._sent: deque[RequestId] = deque()
+        self._received: deque[Received] = deque()
+        self._core = Core(room, send, receive, Copier(caches, faults), self._sent.append, self._received.append)
+        self._resident = Resident(self._core, self._reactor, self._mover, agent, (send, receive))
+        # What the engine has handed in and was not told the end of.
+        self._offered: dict[RequestId, TransferId] = {}
+        self._settled: set[RequestId] = set()
+        self._ordered: set[RequestId] = set()
+        self._tokens_per_block = state.tokens_per_block
+        self._reactor.start(self._resident)
 
     @property
     def card(self) -> RankCard:
         """Where peers find this rank; goes to `InstanceDoor.set_cards`."""
-        raise NotImplementedError
+        return self._card
 
     def offer(self, offer: Offer) -> None:
-        """Lets peers read the blocks of a finished request until `settle`; on CUDA, after the current stream's work."""
-        raise NotImplementedError
+        """Lets peers read the blocks of a finished request until `settle`; on CUDA, after the current stream's work.
+
+        Raises CallerError if the request is offered already, or its blocks are fewer than its tokens need.
+        """
+        if offer.request_id in self._offered:
+            raise CallerError(f"the request is offered already: request={offer.request_id}")
+        self._check_table(offer.request_id, offer.num_tokens, offer.block_ids)
+        self._offered[offer.request_id] = offer.transfer_id
+        filled = self._mover.mark()
+        self._reactor.post(lambda: self._core.sender.offer(offer, filled))
 
     def settle(self, transfer_id: TransferId, request_id: RequestId, reason: str) -> None:
         """Serves no new reader from this offer; `poll` reports the request as sent once the present readers are done.
 
         May come before its offer, which is then settled on arrival.
         """
-        raise NotImplementedError
+        self._settled.add(request_id)
+        self._reactor.post(lambda: self._core.sender.settle(transfer_id, request_id, reason))
 
     def receive(self, order: ReceiveOrder) -> None:
-        """Fetches the order's tokens into its blocks; ends in one Received. A second one of a request is an error."""
-        raise NotImplementedError
+        """Fetches the order's tokens into its blocks; ends in one Received. On CUDA, after the current stream's work.
+
+        Raises CallerError if the request has an order that was not reported yet, or too few blocks.
+        """
+        if order.request_id in self._ordered:
+            raise CallerError(f"the request has an order already: request={order.request_id}")
+        self._check_table(order.request_id, order.tokens.stop, order.block_ids)
+        self._ordered.add(order.request_id)
+        free = self._mover.mark()
+        self._reactor.post(lambda: self._core.loads.order(order, free))
 
     def abort(self, request_id: RequestId) -> None:
         """Fails the order of this request, if it is still running; it is reported like any other."""
-        raise NotImplementedError
+        self._reactor.post(lambda: self._core.loads.abort(request_id))
 
     def poll(self) -> Progress:
         """What has ended since the last poll."""
-        raise NotImplementedError
+        ended = not self._reactor.is_alive
+        sent, received = _drained(self._sent), _drained(self._received)
+        self._forget(sent, received)
+        if ended:
+            # Whatever the thread knew is lost with it, but nothing of ours moves any more.
+            sent += [request_id for request_id in self._offered if request_id in self._settled]
+            received += [_lost(request_id, self._reactor.failure) for request_id in sorted(self._ordered)]
+            self._forget(sent, received)
+        return Progress(tuple(sent), tuple(received))
 
     def status(self) -> Status:
-        """Gauges and counters, at most 0.1 s old while the reactor runs."""
-        raise NotImplementedError
+        """Gauges and counters, at most 0.1 s old while the reactor runs; never less than what the engine waits for."""
+        status = self._core.status
+        waited_for = {"offers": len(self._offered), "loads": len(self._ordered)}
+        if self._reactor.is_alive:
+            return Status({**status.gauges, **waited_for}, status.counters)
+        return Status(waited_for, status.counters)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Ends everything within `timeout_s`: running orders fail, and can still be polled. Idempotent."""
-        raise NotImplementedError
+        """Ends everything within `timeout_s`: running orders fail, and can still be polled. Idempotent.
+
+        Waits for peers to stop writing; memory of those who do not is never given back to anybody.
+        """
+        end = time.monotonic() + timeout_s
+        self._reactor.post(lambda: self._resident.close(max(0.0, timeout_s - POLL_CLOSE_S)))
+        if not self._reactor.join(end - time.monotonic()):
+            logger.error("the reactor of rank %s did not end within %s s", self._card.rank, timeout_s)
+
+    def _check_table(self, request_id: RequestId, num_tokens: int, block_ids: tuple[int, ...]) -> None:
+        held = len(block_ids) * self._tokens_per_block
+        if num_tokens > held:
+            raise CallerError(f"too few blocks: request={request_id}, tokens={num_tokens}, held={held}")
+
+    def _forget(self, sent: list[RequestId], received: list[Received]) -> None:
+        for request_id in sent:
+            self._offered.pop(request_id, None)
+            self._settled.discard(request_id)
+        self._ordered.difference_update(each.request_id for each in received)
+
+
+def _region(num_bytes: int, device: torch.device) -> Region:
+    return device_region(num_bytes, device) if device.type == "cuda" else host_region(num_bytes)
+
+
+def _drained(queue: "deque[RequestId] | deque[Received]") -> list:  # type: ignore[type-arg]
+    taken = []
+    while queue:
+        taken.append(queue.popleft())
+    return taken
+
+
+def _lost(request_id: RequestId, failure: BaseException | None) -> Received:
+    reason = "closed" if failure is None else f"the transfer layer has failed: {failure!r}"
+    return Received(request_id, False, reason, 0, 0, 0, LoadTimes())

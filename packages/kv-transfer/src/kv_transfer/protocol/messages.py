@@ -23,7 +23,7 @@ from kv_transfer.plan.plan import MAX_TOKENS, Piece
 
 MAX_DETAIL_CHARS = 2000
 MAX_PIECES = 4096
-MAX_CHUNKS = 1 << 24
+MAX_CHUNKS = 1 << 18
 MAX_REASONS = 64
 MAX_GAUGES = 512
 
@@ -41,7 +41,7 @@ NumChunks = Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNKS)]
 NumBytes = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=86_400_000)]
 Detail = Annotated[str, msgspec.Meta(max_length=MAX_DETAIL_CHARS)]
-Checksum = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+Checksum = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
 class RefuseCode(enum.StrEnum):
@@ -78,12 +78,13 @@ class Payload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class RankCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where one rank listens, and what it holds."""
+    """Where one rank listens, what it holds, and the largest chunk that it takes or gives."""
 
     rank: RankNumber
     host: Name
     port: Port
     state: CacheState
+    max_chunk_bytes: ChunkBytes
 
 
 # -- liveness and status, at both doors ------------------------------------------------------------------------------
@@ -130,7 +131,6 @@ class Hello(Payload, frozen=True, tag="hello"):
     incarnation: IncarnationName
     card: RankCard
     agent: AgentCard
-    max_chunk_bytes: ChunkBytes
 
 
 class HelloReply(Payload, frozen=True, tag="hello!"):
@@ -140,7 +140,6 @@ class HelloReply(Payload, frozen=True, tag="hello!"):
     incarnation: IncarnationName
     card: RankCard
     agent: AgentCard
-    max_chunk_bytes: ChunkBytes
 
 
 class HelloRefused(Payload, frozen=True, tag="hello-refused"):
@@ -154,7 +153,7 @@ class HelloRefused(Payload, frozen=True, tag="hello-refused"):
 class Ask(Payload, frozen=True, tag="ask"):
     """Receiver to sender: open a session for these pieces of these tokens. Repeated while unanswered.
 
-    `incarnation` is the addressee's. `checksum` asks for CRC-32 in each Data.
+    `incarnation` is the addressee's. `checksum` asks for one in each Data.
     """
 
     session: SessionName

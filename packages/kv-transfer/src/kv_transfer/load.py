@@ -1,0 +1,136 @@
+"""One order on its way, and the sessions that serve it.
+
+In:  a ReceiveOrder; what its sessions report.
+Out: exactly one Received.
+Law: the outcome is write-once. It is told only when no scatter of this load is queued or running.
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kv_core.ids import Incarnation, SessionId
+from kv_transfer.orders import LoadTimes, Received, ReceiveOrder
+from kv_transfer.peers import Peer
+from kv_transfer.plan.plan import Chunk
+from kv_transfer.protocol.messages import Ask
+from kv_transfer.protocol.session import Receiving
+from kv_transfer.quarantine import Writer
+from kv_transfer.staging import StagingLease
+from kv_transfer.timers import Timer
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(slots=True)
+class Stamps:
+    """When things happened to a load, by the reactor's clock; None: not yet."""
+
+    ordered: float
+    ready: float | None = None
+    granted: float | None = None
+    arrived: float | None = None
+    scatter_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """One order. More than seven fields: the order, its outcome, and what is under way for it."""
+
+    order: ReceiveOrder
+    free: "torch.cuda.Event | None"
+    """The event after which the order's blocks may be written (CUDA)."""
+    stamps: Stamps
+    deadline: Timer | None = None
+    sessions: list["ReceiveSession"] = field(default_factory=list)
+    num_scatters: int = 0
+    num_bytes: int = 0
+    num_chunks: int = 0
+    is_second_try: bool = False
+    card_of: Incarnation | None = None
+    """The run whose card was taken from memory; None if it was asked for."""
+    outcome: str | None = None
+    """None: open; empty: well; else why it failed."""
+
+    @property
+    def is_open(self) -> bool:
+        return self.outcome is None
+
+    def decide(self, outcome: str) -> bool:
+        """The one outcome; False if there was one already."""
+        if self.outcome is not None:
+            return False
+        self.outcome = outcome
+        return True
+
+    def received(self, now: float) -> Received:
+        """What the engine is told."""
+        assert self.outcome is not None, "law: an open load is not reported"
+        assert self.num_scatters == 0, "law: a load that still writes blocks is not reported"
+        stamps = self.stamps
+        times = LoadTimes(
+            total_s=now - stamps.ordered,
+            ask_s=(stamps.ready or now) - stamps.ordered,
+            wire_s=(stamps.arrived - stamps.granted) if stamps.arrived and stamps.granted else 0.0,
+            scatter_s=stamps.scatter_s,
+        )
+        return Received(
+            self.order.request_id,
+            self.outcome == "",
+            self.outcome,
+            self.num_bytes,
+            self.num_chunks,
+            len(self.sessions),
+            times,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class ReceiveSession:
+    """One sender's part of a load. More than seven fields: identity, demand, state, memory, and its clockwork."""
+
+    ask: Ask
+    peer: Peer
+    load: Load
+    chunks: tuple[Chunk, ...]
+    num_unscattered: int
+    opened_at: float
+    state: Receiving = Receiving.WAITING
+    next_seq: int = 0
+    granted: dict[int, StagingLease] = field(default_factory=dict)
+    """Regions that the sender may write now."""
+    doubted: set[int] = field(default_factory=set)
+    """Chunks whose regions are in quarantine."""
+    pause_s: float = 0.0
+    nudge: Timer | None = None
+
+    @property
+    def name(self) -> SessionId:
+        return self.ask.session
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(chunk.num_bytes for chunk in self.chunks)
+
+    @property
+    def expires_at(self) -> float:
+        """When the sender's own deadline has passed, if it got our first Ask at once."""
+        return self.opened_at + self.ask.ttl_ms / 1000
+
+    @property
+    def has_more(self) -> bool:
+        """Whether a chunk waits for memory."""
+        return self.state is Receiving.MOVING and self.next_seq < len(self.chunks)
+
+    def writer(self, seq: int) -> Writer:
+        """The name under which a region of this chunk is kept in quarantine."""
+        return Writer(self.peer.key.incarnation, self.peer.key.rank, self.name, seq)
+
+    def rest(self, until: Timer | None = None) -> None:
+        """No nudge but the one given."""
+        if self.nudge is not None:
+            self.nudge.cancel()
+        self.nudge = until
+
+    def __str__(self) -> str:
+        return f"session {self.name} with {self.peer}"

@@ -1,0 +1,126 @@
+"""Offers of one rank: the blocks that peers may read, and who still reads them.
+
+In:  offers, settlements by the instance door, readers that begin and end.
+Out: which offer serves an ask; which requests are over.
+Law: a request is over once, and only after it is settled and its last reader has ended: blocks are never freed under
+     a reader, and settling never cuts one off. A settled offer takes no new reader.
+
+No I/O and no clock; of one thread. A pair is (transfer id, prompt key).
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kv_core.errors import CallerError
+from kv_core.ids import Generation, RequestId, TransferId
+from kv_transfer.orders import Offer
+from kv_transfer.tombstones import Tombstones
+
+if TYPE_CHECKING:
+    import torch
+
+Pair = tuple[TransferId, bytes]
+
+
+@dataclass(slots=True, eq=False)
+class HeldOffer:
+    """One offer; `filled` is the event after which its blocks hold what was promised (CUDA)."""
+
+    offer: Offer
+    generation: Generation
+    filled: "torch.cuda.Event | None"
+    num_readers: int = 0
+    is_settled: bool = False
+
+    @property
+    def pair(self) -> Pair:
+        return self.offer.transfer_id, self.offer.prompt_key
+
+
+class OfferBook:
+    """All offers that are not over."""
+
+    def __init__(self, remember_s: float) -> None:
+        """`remember_s`: how long late askers are told that an offer is gone, rather than to wait for it."""
+        self._by_request: dict[RequestId, HeldOffer] = {}
+        self._by_pair: dict[Pair, list[HeldOffer]] = {}
+        self._gone: Tombstones[Pair, str] = Tombstones(remember_s)
+        self._early: Tombstones[tuple[TransferId, RequestId], str] = Tombstones(remember_s)
+        self._generation = 0
+
+    def __len__(self) -> int:
+        """Number of offers that are not over."""
+        return len(self._by_request)
+
+    def add(self, offer: Offer, filled: "torch.cuda.Event | None", now: float) -> bool:
+        """One more offer; False if it is over already, because it was settled before it came."""
+        if offer.request_id in self._by_request:
+            raise CallerError(f"the request is offered already: request={offer.request_id}")
+        self._generation += 1
+        held = HeldOffer(offer, Generation(self._generation), filled)
+        reason = self._early.word((offer.transfer_id, offer.request_id))
+        if reason is not None:
+            self._gone.bury(held.pair, reason, now)
+            return False
+        self._by_request[offer.request_id] = held
+        self._by_pair.setdefault(held.pair, []).append(held)
+        return True
+
+    def settle(self, transfer_id: TransferId, request_id: RequestId, reason: str, now: float) -> bool:
+        """No new reader from now on; True if the request is over with that."""
+        held = self._by_request.get(request_id)
+        if held is None or held.offer.transfer_id != transfer_id:
+            self._early.bury((transfer_id, request_id), reason, now)
+            return False
+        if held.is_settled:
+            return False
+        held.is_settled = True
+        offers = self._by_pair[held.pair]
+        offers.remove(held)
+        if not offers:
+            del self._by_pair[held.pair]
+            self._gone.bury(held.pair, reason, now)
+        return self._is_over(held)
+
+    def find(self, pair: Pair, num_tokens: int) -> HeldOffer | None:
+        """An offer of this pair that serves new readers and holds that many tokens; the longest if none does."""
+        offers = self._by_pair.get(pair, ())
+        fitting = next((held for held in offers if held.offer.num_tokens >= num_tokens), None)
+        return fitting or max(offers, key=lambda held: held.offer.num_tokens, default=None)
+
+    def why_gone(self, pair: Pair) -> str | None:
+        """How the last offer of this pair ended; None if there never was one, or there is one now."""
+        return None if pair in self._by_pair else self._gone.word(pair)
+
+    def hold(self, held: HeldOffer) -> None:
+        """One more reader."""
+        assert not held.is_settled, "law: a settled offer takes no new reader"
+        held.num_readers += 1
+
+    def free(self, held: HeldOffer) -> bool:
+        """One reader less; True if the request is over with that."""
+        assert held.num_readers > 0, "law: a reader ends once"
+        held.num_readers -= 1
+        return self._is_over(held)
+
+    def is_current(self, held: HeldOffer, generation: Generation) -> bool:
+        """Whether what was read since `generation` was seen is still what was offered."""
+        return self._by_request.get(held.offer.request_id) is held and held.generation == generation
+
+    def settle_all(self, reason: str, now: float) -> list[RequestId]:
+        """Settles whatever is left; answers which requests are over with that."""
+        ends = [(held.offer.transfer_id, request_id) for request_id, held in self._by_request.items()]
+        return [request_id for transfer_id, request_id in ends if self.settle(transfer_id, request_id, reason, now)]
+
+    def check(self) -> None:
+        """Proves that both indices agree and nobody who is over is listed."""
+        listed = [held for offers in self._by_pair.values() for held in offers]
+        serving = [held for held in self._by_request.values() if not held.is_settled]
+        assert sorted(map(id, listed)) == sorted(map(id, serving)), "law: an offer is listed exactly while it serves"
+        assert all(held.num_readers or not held.is_settled for held in self._by_request.values()), "law: over is gone"
+
+    def _is_over(self, held: HeldOffer) -> bool:
+        if held.is_settled and held.num_readers == 0:
+            del self._by_request[held.offer.request_id]
+            return True
+        return False

@@ -1,0 +1,158 @@
+"""The way of a chunk at the sender: from the engine's blocks into our staging, from there into granted memory.
+
+In:  grants of sessions that are being served; ends of gathers (mover) and of writes (agent).
+Out: for each chunk one report to the sender: written, failed, or nothing of it is under way any more.
+Law: a chunk is written only by a session that is being served, from an offer that is still the same after the gather.
+     What is posted keeps its staging until its physical end, or until the agent has taken it back.
+
+Sessions take turns for memory, a chunk a turn; whoever is first in the row and finds none is first again.
+
+     queue --> gather (mover) --> [held by a fault] --> write (agent) --> written
+"""
+
+from collections import deque
+from dataclasses import replace
+from functools import partial
+from typing import Final, Protocol
+
+from kv_core.ids import Generation
+from kv_transfer.agent.base import Completion, Ticket
+from kv_transfer.copies import Copier
+from kv_transfer.mover import Moved
+from kv_transfer.offers import OfferBook
+from kv_transfer.protocol.messages import Grant, RefuseCode
+from kv_transfer.protocol.session import Sending
+from kv_transfer.room import Room
+from kv_transfer.send_session import Passage, SendSession
+from kv_transfer.staging import Arena
+
+HELD_WRITE_S: Final = 0.01
+"""How often a write that a fault holds is tried again."""
+
+
+class PassageListener(Protocol):
+    """Whoever queued the chunks."""
+
+    def chunk_written(self, session: SendSession, passage: Passage) -> None:
+        """All bytes are in the granted memory."""
+
+    def chunk_failed(self, session: SendSession, code: RefuseCode, why: str) -> None:
+        """The chunk will not come; nothing of it is under way."""
+
+    def chunk_dropped(self, session: SendSession) -> None:
+        """The session was over before the write; nothing of the chunk is under way."""
+
+
+class Passages:
+    """All chunks on their way; of the reactor's thread."""
+
+    def __init__(self, room: Room, arena: Arena, copier: Copier, offers: OfferBook, listener: PassageListener) -> None:
+        self._room = room
+        self._arena = arena
+        self._copier = copier
+        self._offers = offers
+        self._listener = listener
+        self._turns: deque[SendSession] = deque()
+        self._tickets: dict[Ticket, SendSession] = {}
+
+    def queue(self, session: SendSession, grant: Grant) -> None:
+        """One more chunk of this session waits for its turn."""
+        session.moves.waiting.append(grant)
+        if session not in self._turns:
+            self._turns.append(session)
+
+    def drop(self, session: SendSession) -> None:
+        """Forget what is not begun; take back what the agent has not posted."""
+        session.moves.waiting.clear()
+        for ticket, passage in list(session.moves.writes.items()):
+            if self._room.agent.withdraw(ticket):
+                del session.moves.writes[ticket], self._tickets[ticket]
+                passage.lease.release()
+
+    def pump(self) -> None:
+        """Begin the gathers that there is memory for."""
+        while self._turns:
+            session = self._turns[0]
+            if session.moves.waiting and session.num_in_flight < self._room.config.chunks_in_flight:
+                if not self._gather(session, session.moves.waiting[0]):
+                    return
+                session.moves.waiting.popleft()
+                self._turns.rotate(-1)
+            else:
+                # It comes back when a chunk of it has ended.
+                self._turns.popleft()
+
+    def completed(self, completion: Completion) -> None:
+        """The agent reports the physical end of a write."""
+        session = self._tickets.pop(completion.ticket)
+        passage = session.moves.writes.pop(completion.ticket)
+        passage.lease.release()
+        if completion.outcome == "done":
+            self._room.counters.add("bytes_out", passage.chunk.num_bytes)
+            self._room.counters.add("chunks_out")
+            self._listener.chunk_written(session, passage)
+        else:
+            self._room.counters.add("writes_failed")
+            self._listener.chunk_failed(session, RefuseCode.WRITE_FAILED, completion.reason)
+        self._go_on(session)
+
+    def _gather(self, session: SendSession, grant: Grant) -> bool:
+        """Copy the chunk into our staging; False if there is no room."""
+        chunk, held = session.chunks[grant.seq], session.held
+        assert held is not None, "law: only what is offered is gathered"
+        lease = self._arena.lease(chunk.num_bytes, f"send {session.name}")
+        if lease is None:
+            return False
+        session.moves.begun.add(chunk.seq)
+        session.moves.reads.add(chunk.seq)
+        job = self._copier.gather(
+            chunk, held.offer.block_ids, self._room.identity.state, lease.slice.tensor, checksum=session.ask.checksum
+        )
+        then = partial(self._gathered, session, Passage(chunk, grant.slice, lease), held.generation)
+        self._room.copies.submit(job, held.filled, then)
+        return True
+
+    def _gathered(self, session: SendSession, passage: Passage, generation: Generation, moved: Moved) -> None:
+        """The chunk lies in our staging: write it, if it is still wanted and still what was offered."""
+        session.moves.reads.discard(passage.chunk.seq)
+        why = self._unsound(session, generation, moved)
+        if not why and session.state is Sending.SERVING:
+            session.moves.held[passage.chunk.seq] = replace(passage, checksum=moved.value)
+            self._write(session, passage.chunk.seq)
+            return
+        passage.lease.release()
+        if why:
+            self._listener.chunk_failed(session, RefuseCode.INTERNAL, why)
+        else:
+            self._listener.chunk_dropped(session)
+        self._go_on(session)
+
+    def _unsound(self, session: SendSession, generation: Generation, moved: Moved) -> str:
+        """Why what was gathered is not what was offered; empty if it is."""
+        if moved.error is not None:
+            return f"the gather failed: {moved.error}"
+        if session.held is None or not self._offers.is_current(session.held, generation):
+            return "the offer changed while it was read"
+        return ""
+
+    def _write(self, session: SendSession, seq: int) -> None:
+        """Post the write; from here on only its physical end, or the agent's taking back, accounts for it."""
+        if self._room.faults.before_write(session.name, seq):
+            self._room.timers.after(HELD_WRITE_S, partial(self._write, session, seq))
+            return
+        passage = session.moves.held.pop(seq)
+        try:
+            assert session.peer.agent_name is not None, "law: only an introduced peer is served"
+            ticket = self._room.agent.write(session.peer.agent_name, [(passage.lease.slice, passage.target)])
+        except Exception as error:
+            passage.lease.release()
+            self._listener.chunk_failed(session, RefuseCode.WRITE_FAILED, str(error))
+            self._go_on(session)
+            return
+        session.moves.writes[ticket] = passage
+        self._tickets[ticket] = session
+
+    def _go_on(self, session: SendSession) -> None:
+        if session.moves.waiting and session not in self._turns:
+            self._turns.append(session)
+        self.pump()

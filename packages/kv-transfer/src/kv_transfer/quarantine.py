@@ -1,0 +1,54 @@
+"""Granted regions whose writer has not been heard of.
+
+In:  leases with a possible late writer; proof that a writer is quiet, or dead.
+Out: their memory, given back to the arena.
+Law: a region in quarantine is leased to nobody. It comes back at once when its own chunk is reported done; after a
+     grace when its session is quiet or its peer is dead, since bytes that are already in this process's sockets still
+     land (`agent.base.LATE_BYTES_GRACE_S`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kv_core.ids import Incarnation, Rank, SessionId
+from kv_transfer.agent.base import LATE_BYTES_GRACE_S
+from kv_transfer.peers import PeerKey
+from kv_transfer.room import Room
+from kv_transfer.staging import Arena, StagingLease
+
+
+class Writer(NamedTuple):
+    """Who may still write a granted region: one chunk of one session of one rank of one run."""
+
+    incarnation: Incarnation
+    rank: Rank
+    session: SessionId
+    seq: int
+
+
+class Quarantine:
+    """The part of the receiving arena that late writers may still touch."""
+
+    def __init__(self, room: Room, arena: Arena, on_freed: Callable[[], None]) -> None:
+        self._room = room
+        self._arena = arena
+        self._on_freed = on_freed
+
+    def keep(self, lease: StagingLease, writer: Writer) -> None:
+        """This region may be written at any time from now on."""
+        lease.quarantine(writer)
+        self._room.counters.add("regions_quarantined")
+
+    def writers_of(self, key: PeerKey) -> list[Writer]:
+        """The writers of one peer that keep memory here."""
+        return [writer for writer in self._arena.writers if isinstance(writer, Writer) and writer[:2] == key]
+
+    def free(self, writers: Sequence[Writer]) -> None:
+        """These have no byte on the way any more."""
+        self._room.counters.add("regions_freed_late", sum(self._arena.quiet(writer) for writer in writers))
+        self._on_freed()
+
+    def free_later(self, writers: Sequence[Writer]) -> None:
+        """These write no more; what they sent before may still land for a moment."""
+        if writers:
+            self._room.timers.after_running(LATE_BYTES_GRACE_S, lambda: self.free(writers))

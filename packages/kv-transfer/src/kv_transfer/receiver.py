@@ -1,0 +1,256 @@
+"""The receiving half of a rank: takes what a load wants from its senders.
+
+In:  sessions to open, from `loads`; Ready, Refuse, Data and Quiet of peers; ends of chunks, from `arrivals`.
+Out: Ask, Close and Cancel; news of each session to its load.
+Law: memory is granted only after Ready. A session that ends with memory granted and not accounted for stays until its
+     sender says Quiet, or is dead; its load need not wait for that.
+"""
+
+import logging
+import secrets
+from functools import partial
+from typing import Protocol
+
+import msgspec
+
+from kv_core.ids import SessionId
+from kv_transfer.arrivals import Arrivals
+from kv_transfer.copies import Copier
+from kv_transfer.load import Load, ReceiveSession
+from kv_transfer.peers import Peer, Peers
+from kv_transfer.plan.plan import SessionPlan, chunks_of
+from kv_transfer.protocol.errors import UnexpectedMessage
+from kv_transfer.protocol.messages import Ask, Cancel, Close, Data, Quiet, Ready, Refuse, RefuseCode, clipped
+from kv_transfer.protocol.session import (
+    RECEIVER,
+    IllegalEvent,
+    ReceiveAction,
+    ReceiveEvent,
+    Receiving,
+    receiver_joint,
+    step,
+)
+from kv_transfer.room import Room
+from kv_transfer.staging import Arena
+
+logger = logging.getLogger(__name__)
+
+
+class SessionListener(Protocol):
+    """Whoever opened the sessions."""
+
+    def session_failed(self, session: ReceiveSession, why: str, *, is_outdated: bool) -> None:
+        """The session ends badly; `is_outdated`: the card of its peer was, so a new one may help."""
+
+    def session_moved(self, session: ReceiveSession) -> None:
+        """A copy for the session has ended, or the session is complete."""
+
+
+class Receiver:
+    """All sessions in which this rank receives; of the reactor's thread."""
+
+    def __init__(self, room: Room, peers: Peers, arena: Arena, copier: Copier, listener: SessionListener) -> None:
+        self.arrivals = Arrivals(room, peers, arena, copier, self)
+        self._room = room
+        self._peers = peers
+        self._listener = listener
+        self._sessions: dict[SessionId, ReceiveSession] = {}
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that are not ended."""
+        return len(self._sessions)
+
+    # -- for loads ---------------------------------------------------------------------------------------------------
+
+    def open(self, load: Load, peer: Peer, plan: SessionPlan, ttl_s: float) -> ReceiveSession:
+        """A session for this part of the load; raises ValueError if no chunk can hold a unit of the peer's cache."""
+        chunk_bytes = min(self._room.identity.card.max_chunk_bytes, peer.card.max_chunk_bytes)
+        ask = Ask(
+            session=SessionId(secrets.token_hex(16)),
+            incarnation=peer.key.incarnation,
+            transfer_id=load.order.transfer_id,
+            prompt_key=load.order.prompt_key,
+            tokens=plan.tokens,
+            pieces=plan.pieces,
+            chunk_bytes=chunk_bytes,
+            checksum=self._room.config.checksum,
+            ttl_ms=int(ttl_s * 1000),
+        )
+        chunks = chunks_of(plan.pieces, plan.tokens, peer.state, chunk_bytes)
+        session = ReceiveSession(ask, peer, load, chunks, len(chunks), self._room.timers.clock())
+        self._sessions[session.name] = session
+        load.sessions.append(session)
+        self._rest(session)
+        if peer.is_introduced:
+            self._on(session, ReceiveEvent.INTRODUCED)
+        return session
+
+    def fail(self, session: ReceiveSession) -> None:
+        """The load of this session has failed."""
+        self._on(session, ReceiveEvent.FAIL)
+
+    # -- from peers --------------------------------------------------------------------------------------------------
+
+    def ready(self, peer: Peer, ready: Ready) -> None:
+        """The sender holds the offer for us."""
+        session = self._heard(peer, ready.session)
+        if session is None:
+            # Ended before it was answered; what the sender holds for it is to be let go.
+            self._peers.tell(peer, Cancel(session=ready.session, reason="the session has ended"))
+            return
+        theirs, ours = (ready.num_chunks, ready.num_bytes), (len(session.chunks), session.num_bytes)
+        if theirs != ours:
+            self._fail_load(session, f"{peer} plans otherwise in (chunks, bytes): ours={ours}, theirs={theirs}")
+            return
+        if session.state is Receiving.ASKING:
+            session.load.stamps.ready = self._room.timers.clock()
+        self._on(session, ReceiveEvent.READY)
+
+    def refused(self, peer: Peer, refuse: Refuse) -> None:
+        """The sender ends the session badly."""
+        session = self._heard(peer, refuse.session)
+        if session is not None:
+            self._room.counters.add(f"asks_refused_{refuse.code}")
+            is_outdated = refuse.code is RefuseCode.WRONG_INCARNATION
+            why = f"{peer} refused: {refuse.code}: {refuse.detail}"
+            self._on(session, ReceiveEvent.REFUSE, why=why, is_outdated=is_outdated)
+
+    def data(self, peer: Peer, data: Data) -> None:
+        """A chunk lies in the region we granted for it, and will not be written again."""
+        session = self._heard(peer, data.session)
+        if session is not None and (data.seq in session.granted or data.seq in session.doubted):
+            self._on(session, ReceiveEvent.DATA, data=data)
+        else:
+            self._room.counters.add("late_messages")
+
+    def quiet(self, peer: Peer, quiet: Quiet) -> None:
+        """No write of this session will come any more."""
+        session = self._heard(peer, quiet.session)
+        if session is not None:
+            self._on(session, ReceiveEvent.QUIET, why=f"{peer} has ended the session")
+
+    # -- news of peers (peers.Listener) ------------------------------------------------------------------------------
+
+    def peer_introduced(self, peer: Peer) -> None:
+        """The peer can be asked now, or again."""
+        for session in self._with(peer):
+            self._on(session, ReceiveEvent.INTRODUCED)
+
+    def peer_refused(self, peer: Peer, why: str) -> None:
+        """We cannot exchange with this peer."""
+        for session in self._with(peer):
+            self._fail_load(session, f"{peer} and we cannot exchange: {why}")
+
+    def peer_died(self, peer: Peer, why: str) -> None:
+        """The peer writes no more."""
+        for session in self._with(peer):
+            self._on(session, ReceiveEvent.PEER_DEAD, why=f"{peer} is dead: {why}", is_outdated=True)
+        self.arrivals.peer_died(peer)
+
+    def wants(self, peer: Peer) -> bool:
+        """Whether a session with this peer is open; while it has regions in quarantine it is."""
+        return any(session.peer is peer for session in self._sessions.values())
+
+    # -- news of chunks (arrivals.ArrivalListener) -------------------------------------------------------------------
+
+    def chunk_scattered(self, session: ReceiveSession) -> None:
+        """Perhaps it was the last."""
+        if (event := receiver_joint(session.state, session.num_unscattered)) is not None:
+            self._on(session, event)
+
+    def chunk_bad(self, session: ReceiveSession, why: str) -> None:
+        """The load fails with its chunk."""
+        self._fail_load(session, why)
+
+    def chunk_over(self, session: ReceiveSession) -> None:
+        """The load may have waited for this."""
+        self._listener.session_moved(session)
+
+    # -- a session's life --------------------------------------------------------------------------------------------
+
+    def _on(
+        self,
+        session: ReceiveSession,
+        event: ReceiveEvent,
+        *,
+        why: str = "",
+        data: Data | None = None,
+        is_outdated: bool = False,
+    ) -> None:
+        """One event and its actions; then what it means for the load, which may lead to more events."""
+        try:
+            session.state, actions = step(RECEIVER, session.state, event)
+        except IllegalEvent as error:
+            raise UnexpectedMessage(f"{session}: {error}") from error
+        if session.state is Receiving.ENDED:
+            self._sessions.pop(session.name, None)
+            session.rest()
+        for action in actions:
+            if action is not ReceiveAction.FAIL_LOAD:
+                self._act(session, action, data)
+        if ReceiveAction.FAIL_LOAD in actions:
+            self._listener.session_failed(session, why, is_outdated=is_outdated)
+
+    def _act(self, session: ReceiveSession, action: ReceiveAction, data: Data | None) -> None:
+        match action:
+            case ReceiveAction.SAY_ASK | ReceiveAction.SAY_CLOSE | ReceiveAction.SAY_CANCEL:
+                self._say(session, action)
+            case ReceiveAction.SAY_GRANTS:
+                self.arrivals.remind(session)
+            case ReceiveAction.GRANT:
+                self.arrivals.wait(session)
+            case ReceiveAction.QUARANTINE:
+                self.arrivals.doubt(session)
+            case ReceiveAction.FREE_ALL:
+                self.arrivals.settle_all(session)
+            case ReceiveAction.TAKE_CHUNK:
+                assert data is not None
+                self.arrivals.take(session, data)
+            case ReceiveAction.FREE_CHUNK:
+                assert data is not None
+                self.arrivals.settle(session, data)
+
+    def _say(self, session: ReceiveSession, action: ReceiveAction) -> None:
+        message: Ask | Close | Cancel
+        if action is ReceiveAction.SAY_ASK:
+            left_s = max(0.0, session.expires_at - self._room.timers.clock())
+            message = msgspec.structs.replace(session.ask, ttl_ms=int(left_s * 1000))
+        elif action is ReceiveAction.SAY_CLOSE:
+            message = Close(session=session.name)
+        else:
+            message = Cancel(session=session.name, reason=clipped(session.load.outcome or "the load is tried again"))
+        self._peers.tell(session.peer, message)
+
+    def _fail_load(self, session: ReceiveSession, why: str) -> None:
+        """The session failed by our own judgement."""
+        self._listener.session_failed(session, why, is_outdated=False)
+
+    # -- a session's clockwork ---------------------------------------------------------------------------------------
+
+    def _heard(self, peer: Peer, name: SessionId) -> ReceiveSession | None:
+        """The session of this name; it needs no nudge for a while."""
+        session = self._sessions.get(name)
+        if session is None:
+            self._room.counters.add("late_messages")
+            return None
+        if session.peer is not peer:
+            raise UnexpectedMessage(f"session {name} is another peer's")
+        self._rest(session)
+        return session
+
+    def _rest(self, session: ReceiveSession) -> None:
+        session.pause_s = self._room.config.nudge_s
+        session.rest(self._room.timers.after(session.pause_s, partial(self._nudge, session)))
+
+    def _nudge(self, session: ReceiveSession) -> None:
+        """Nothing was heard for a while: say the last thing again."""
+        session.pause_s = min(2 * session.pause_s, self._room.config.nudge_limit_s)
+        session.rest(self._room.timers.after(session.pause_s, partial(self._nudge, session)))
+        is_ending = session.state in (Receiving.CLOSING, Receiving.CANCELLING)
+        is_past = self._room.timers.clock() >= session.expires_at
+        expires = is_ending and is_past and not session.doubted
+        self._on(session, ReceiveEvent.EXPIRED if expires else ReceiveEvent.NUDGE)
+
+    def _with(self, peer: Peer) -> list[ReceiveSession]:
+        return [session for session in self._sessions.values() if session.peer is peer]

@@ -1,0 +1,66 @@
+"""What every part of one rank's session layer shares.
+
+Out: Room, handed to peers, sender and receiver when they are made.
+Law: everything in it is used in the reactor's thread, or may be used in any. Clock, wire, agent and mover are
+     arguments, so a test may put in its own and turn the clock by hand.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kv_core.ids import Incarnation, InstanceId
+from kv_transfer.agent.base import Agent
+from kv_transfer.agent.cards import AgentCard
+from kv_transfer.config import TransferConfig
+from kv_transfer.faults import Faults
+from kv_transfer.mover import Moved
+from kv_transfer.plan.cache_state import CacheState
+from kv_transfer.protocol.messages import RankCard
+from kv_transfer.status import Counters
+from kv_transfer.timers import Timers
+from kv_transfer.wire import Wire
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who we are: one rank of one run of one instance."""
+
+    instance: InstanceId
+    incarnation: Incarnation
+    card: RankCard
+    agent: AgentCard
+    """Of our agent, with both arenas registered."""
+
+    @property
+    def state(self) -> CacheState:
+        """What our instance holds."""
+        return self.card.state
+
+    def __str__(self) -> str:
+        return f"rank {self.card.rank} of {self.instance} ({self.incarnation})"
+
+
+class Copies(Protocol):
+    """A queue of copies, of which each end is posted to the reactor (see `mover.Mover`)."""
+
+    def submit(
+        self, run: Callable[[], int | None], after: "torch.cuda.Event | None", then: Callable[[Moved], None]
+    ) -> None:
+        """Run this in turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The shared surroundings. More than seven fields: this is the one list of what a session layer stands on."""
+
+    config: TransferConfig
+    identity: Identity
+    wire: Wire
+    timers: Timers
+    counters: Counters
+    faults: Faults
+    agent: Agent
+    copies: Copies
