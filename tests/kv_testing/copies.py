@@ -17,6 +17,26 @@ TOKEN_MAJOR = "BTHD"
 HEAD_MAJOR = "BHTD"
 TRANSPOSED = "BHDT"
 
+# (element bytes, head size, memory of the planes, of the dense view, bytes of the words that must be used).
+# Words are the widest that divide a row, every stride and every address; a transposed plane allows only its elements.
+WAYS = [
+    (1, 1, TOKEN_MAJOR, TOKEN_MAJOR, 1),
+    (1, 3, HEAD_MAJOR, TOKEN_MAJOR, 1),
+    (1, 6, TOKEN_MAJOR, HEAD_MAJOR, 2),
+    (1, 16, HEAD_MAJOR, HEAD_MAJOR, 16),
+    (2, 5, HEAD_MAJOR, TOKEN_MAJOR, 2),
+    (2, 6, TOKEN_MAJOR, TOKEN_MAJOR, 4),
+    (2, 12, HEAD_MAJOR, HEAD_MAJOR, 8),
+    (2, 40, TOKEN_MAJOR, HEAD_MAJOR, 16),
+    (2, 8, TRANSPOSED, HEAD_MAJOR, 2),
+    (4, 3, TOKEN_MAJOR, HEAD_MAJOR, 4),
+    (4, 4, HEAD_MAJOR, TOKEN_MAJOR, 16),
+    (4, 4, TRANSPOSED, TRANSPOSED, 4),
+    (8, 1, TOKEN_MAJOR, TOKEN_MAJOR, 8),
+    (8, 3, HEAD_MAJOR, HEAD_MAJOR, 8),
+    (8, 2, TOKEN_MAJOR, HEAD_MAJOR, 16),
+]
+
 
 class Window(TypedDict):
     first_token: int

@@ -9,9 +9,11 @@ All planes are served by one launch: a table of int64 [P addresses | block ids] 
 elements of one (token, head), copied in the widest words that sizes, strides and addresses allow.
 """
 
+from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from math import gcd
 from typing import Final, Literal, NamedTuple
 
 import torch
@@ -60,7 +62,8 @@ def on_device(dense: Tensor) -> AbstractContextManager[object]:
 
 def plan_launch(dense: Tensor, planes: Sequence[Tensor], selection: Selection) -> Launch:
     """The launch that copies `selection`, at least one token and one head of it."""
-    word_bytes = _word_bytes(dense, planes)
+    addresses = [plane.data_ptr() for plane in planes]
+    word_bytes = _word_bytes(dense, planes[0], addresses)
     words = WORDS[min(word_bytes, 8)]
     dense_w, plane_w = dense.view(words), planes[0].view(words)
     num_words = dense_w.shape[3]
@@ -71,7 +74,7 @@ def plan_launch(dense: Tensor, planes: Sequence[Tensor], selection: Selection) -
         grid=(_check_grid(len(planes) * programs_per_plane),),
         arguments=(
             dense_w,
-            _upload([*(plane.data_ptr() for plane in planes), *selection.block_ids], dense.device),
+            _upload([*addresses, *selection.block_ids], dense.device),
             len(planes),
             programs_per_plane,
             *(selection.num_tokens, selection.num_heads, num_words),
@@ -89,15 +92,15 @@ def plan_launch(dense: Tensor, planes: Sequence[Tensor], selection: Selection) -
     )
 
 
-def _word_bytes(dense: Tensor, planes: Sequence[Tensor]) -> int:
+def _word_bytes(dense: Tensor, plane: Tensor, addresses: Sequence[int]) -> int:
     """16, 8, 4, 2 or 1: the widest word every row consists of. 16 means pairs of 8-byte words, aligned as pairs."""
     item = dense.dtype.itemsize
-    if dense.stride(3) != 1 or planes[0].stride(3) != 1:
+    if dense.stride(3) != 1 or plane.stride(3) != 1:
         return item
-    strides = (*dense.stride()[:3], *planes[0].stride()[:3], dense.shape[3])
-    addresses = (dense.data_ptr(), *(plane.data_ptr() for plane in planes))
-    numbers = (*(stride * item for stride in strides), *addresses)
-    return next(width for width in (16, 8, 4, 2, 1) if width == item or all(number % width == 0 for number in numbers))
+    strides = (*dense.stride()[:3], *plane.stride()[:3], dense.shape[3])
+    # One number that a width divides if and only if it divides all of them.
+    common = gcd(*(stride * item for stride in strides), dense.data_ptr(), *addresses)
+    return next(width for width in (16, 8, 4, 2, 1) if width == item or common % width == 0)
 
 
 def _upload(numbers: Sequence[int], device: torch.device) -> Tensor:
@@ -106,9 +109,8 @@ def _upload(numbers: Sequence[int], device: torch.device) -> Tensor:
     Why a fresh pinned tensor each time: the host allocator gives its memory to nobody else before the copy has run, so
     there is nothing to wait for and nothing to overwrite.
     """
-    if device.type != "cuda":
-        return torch.tensor(numbers, dtype=torch.int64)
-    return torch.tensor(numbers, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+    table = torch.frombuffer(array("q", numbers), dtype=torch.int64)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
 def _check_grid(programs: int) -> int:

@@ -13,6 +13,7 @@ per block, H heads, D head size; T' and H' are the tokens and heads copied. An e
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -96,18 +97,17 @@ def check_distinct(selection: Selection) -> None:
 def _check_planes(planes: Sequence[Tensor]) -> None:
     if not planes:
         raise ValueError("no planes: got=0, least=1")
-    expected = _kind(planes[0])
-    if planes[0].ndim != 4:
-        raise ValueError(f"a plane is not [B, T, H, D]: got={tuple(planes[0].shape)}, axes=4")
+    shape, strides, dtype, device = first = _kind(planes[0])
+    if len(shape) != 4:
+        raise ValueError(f"a plane is not [B, T, H, D]: got={tuple(shape)}, axes=4")
     for plane in planes:
-        if _kind(plane) != expected:
-            raise ValueError(
-                f"planes differ in shape, strides, dtype or device: first={expected}, other={_kind(plane)}"
-            )
+        # Why not as tuples: this runs for every plane of every call, and is most of the call's time on the host.
+        if plane.shape != shape or plane.stride() != strides or plane.dtype != dtype or plane.device != device:
+            raise ValueError(f"planes differ in shape, strides, dtype or device: first={first}, other={_kind(plane)}")
 
 
-def _kind(plane: Tensor) -> tuple[object, ...]:
-    return tuple(plane.shape), plane.stride(), plane.dtype, plane.device
+def _kind(plane: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]:
+    return plane.shape, plane.stride(), plane.dtype, plane.device
 
 
 def _check_dense(dense: Tensor, planes: Sequence[Tensor]) -> None:

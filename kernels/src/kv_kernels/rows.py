@@ -11,6 +11,17 @@ Law: every product of an index and a stride is taken in 64 bits.
 import triton
 import triton.language as tl
 
+PER_CALL = (
+    "num_planes",
+    "programs_per_plane",
+    "num_tokens",
+    "first_token",
+    "dense_plane_stride",
+    "dense_token_stride",
+    "dense_head_stride",
+)
+"""Arguments that change from call to call; the kernels are not compiled anew for their values."""
+
 
 @triton.jit
 def rows_of_program(

@@ -18,10 +18,10 @@ from torch import Tensor
 from kv_kernels import reference
 from kv_kernels.launch import Backend, Route, choose_backend, on_device, plan_launch
 from kv_kernels.layout import check_distinct, select
-from kv_kernels.rows import rows_of_program
+from kv_kernels.rows import PER_CALL, rows_of_program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_CALL)
 def _scatter_kernel(
     dense_ptr,
     table_ptr,
