@@ -90,7 +90,7 @@ class FerryWorker:
     def take_report(self) -> Report | None:
         """Counters since the last report and present gauges; `None` when nothing changed."""
         status = self._transceiver.status()
-        sent = status.counters.get("bytes_sent", 0)
+        sent = status.counters.get("bytes_out", 0)
         self._count("bytes_sent", sent - self._last_bytes_sent)
         self._last_bytes_sent = sent
         gauges: dict[str, float] = {
@@ -125,6 +125,11 @@ class FerryWorker:
     def _account(self, received: Received) -> None:
         load = self._loading.pop(received.request_id)
         if received.ok:
+            logger.debug(
+                "kvferry: request %s: %d tokens, %.3f MB from %d ranks of %s:%d in %.1f ms",
+                received.request_id, len(load.tokens), received.num_bytes / 1e6, received.num_senders,
+                load.host, load.port, 1e3 * received.times.total_s,
+            )  # fmt: skip
             self._count("loads", 1)
             self._count("load_seconds", received.times.total_s)
         else:

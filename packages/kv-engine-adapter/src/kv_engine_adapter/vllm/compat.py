@@ -4,7 +4,7 @@ Out: one name for each thing the connector needs, whatever the installed vLLM ca
 Law: no other file asks which vLLM is installed.
 """
 
-__all__ = ["CONNECTOR_BASES", "REPORTS_FAILED_REQUESTS", "TransferResults", "vllm_version"]
+__all__ = ["CONNECTOR_BASES", "REPORTS_FAILED_REQUESTS", "TransferResults", "peer_hit_source", "vllm_version"]
 
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -32,6 +32,16 @@ except ImportError:  # before 0.30: failed loads can only be named by their bloc
 CONNECTOR_BASES: tuple[type, ...] = (
     (_base.KVConnectorBase_V1, _base.SupportsHMA) if REPORTS_FAILED_REQUESTS else (_base.KVConnectorBase_V1,)
 )
+
+
+def peer_hit_source() -> object | None:
+    """The label under which vLLM counts tokens that came from a peer; `None` where it has no such labels."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return None
+    source: object = CacheHitSource.P2P
+    return source
 
 
 def vllm_version() -> str:

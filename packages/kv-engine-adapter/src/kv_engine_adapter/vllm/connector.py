@@ -56,8 +56,11 @@ class FerryHandshake(KVConnectorHandshakeMetadata):
 class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
     """Carries KV between vLLM engines; enabled by `"kv_connector": "FerryConnector"`."""
 
+    _cache_hit_source = compat.peer_hit_source()
+
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        setup.log_like_vllm()
         if not compat.REPORTS_FAILED_REQUESTS:
             logger.warning(
                 "vLLM %s cannot be told of a failed load by request, so FerryConnector does not support its hybrid KV "

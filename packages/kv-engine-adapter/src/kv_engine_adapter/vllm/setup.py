@@ -10,6 +10,7 @@ Law: whatever this version of ours cannot carry is refused here, at start, with 
 """
 
 import dataclasses
+import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
     from vllm.v1.request import Request
 
+logger = logging.getLogger(__name__)
+
 
 class SchedulerSetup:
     """The scheduler's half, before the ranks have told where they are."""
@@ -48,6 +51,7 @@ class SchedulerSetup:
         settings = _door_settings(self._ferry, self._config)
         door = InstanceDoor(settings, instance, incarnation)
         door.set_cards(cards)
+        logger.info("kvferry: instance %s listens at %s:%d for %d ranks", instance, *door.address, len(cards))
         parallel = self._config.parallel_config
         identity = Identity(instance, incarnation, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         shares = bool(self._config.cache_config.enable_prefix_caching)
@@ -100,6 +104,16 @@ class WorkerSetup:
             None if hooks is None else OrderedFaults(hooks, state),
         )
         return FerryWorker(transceiver, view.kernel_blocks, self._spec.block_size), incarnation
+
+
+def log_like_vllm() -> None:
+    """Let our loggers write where and how vLLM's write."""
+    theirs = logging.getLogger("vllm")
+    for name in ("kv_engine_adapter", "kv_transfer"):
+        ours = logging.getLogger(name)
+        if not ours.handlers:
+            ours.handlers, ours.propagate = list(theirs.handlers), not theirs.handlers
+            ours.setLevel(theirs.getEffectiveLevel())
 
 
 def only_group(kv_cache_config: "KVCacheConfig") -> "AttentionSpec":
