@@ -52,7 +52,6 @@ def main() -> None:
     refuse_unless_possible(venv)
     print("Setting up .venv (about two minutes when it is new)", flush=True)
     venv.refresh(key, install)
-    print("  " + venv.output_of(_PROVE).strip(), flush=True)
 
 
 def install(venv: Venv) -> None:
@@ -66,6 +65,7 @@ def install(venv: Venv) -> None:
     with step("the four packages"):
         editable = [word for folder in PACKAGES for word in ("-e", str(ROOT / folder))]
         venv.pip("--no-deps", "--no-build-isolation", *editable)
+    print("  " + venv.output_of(_PROVE).strip(), flush=True)  # before the stamp: what cannot be imported is not set up
 
 
 def requirements() -> list[str]:
