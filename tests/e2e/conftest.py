@@ -1,0 +1,82 @@
+"""What every end-to-end test shares: the running fleet, a client, fresh prompts, the tally of answers."""
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import pytest
+from model.make_tiny import make_tiny
+
+from kv_testing.answers import Prompt, Tally
+from kv_testing.servers import TRANSPORTS, Fleet, running_fleet
+
+Answered = TypeVar("Answered")
+Run = Callable[[Callable[[httpx.AsyncClient], Coroutine[Any, Any, Answered]]], Answered]
+CLIENT_TIMEOUT_S = 90.0
+# Token ids that any tokenizer of the tiny models has, special tokens left out.
+ORDINARY_TOKENS = range(16, 500)
+
+
+@pytest.fixture(scope="session")
+def models() -> dict[str, Path]:
+    return {"tiny": make_tiny(0), "other": make_tiny(1)}
+
+
+@pytest.fixture(scope="session", params=list(TRANSPORTS))
+def fleet(
+    request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Fleet]:
+    """The engines over one transport. pytest runs all tests of one transport before the next fleet starts."""
+    folder = tmp_path_factory.mktemp(f"fleet-{request.param}")
+    names = {name for item in request.session.items for name in _wanted(item)}
+    with running_fleet(request.param, models, folder, names) as fleet:
+        yield fleet
+
+
+def _wanted(item: pytest.Item) -> tuple[str, ...]:
+    """The engines a test will use: those of its pair and the one that answers alone, or those its module names."""
+    pair = item.callspec.params.get("pair") if isinstance(item, pytest.Function) else None
+    return (*pair, "P1") if pair else getattr(item.module, "ENGINES", ()) if isinstance(item, pytest.Function) else ()
+
+
+@pytest.fixture(autouse=True)
+def nobody_dies(fleet: Fleet) -> Iterator[None]:
+    yield
+    fleet.check()
+
+
+@pytest.fixture(scope="session")
+def tally() -> Iterator[Tally]:
+    tally = Tally()
+    yield tally
+    print(f"\nanswers: {tally}")
+    tally.check()
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> random.Random:
+    """Seeded by the test's name, so that no two tests share a prompt and every run repeats."""
+    return random.Random(request.node.nodeid)
+
+
+@pytest.fixture
+def fresh_prompt(rng: random.Random) -> Callable[[int], Prompt]:
+    """A prompt of so many tokens that no engine has seen."""
+    return lambda num_tokens: tuple(rng.choice(ORDINARY_TOKENS) for _ in range(num_tokens))
+
+
+@pytest.fixture
+def run() -> Run[Any]:
+    """Run a coroutine function that talks to servers."""
+
+    def run(talk: Callable[[httpx.AsyncClient], Coroutine[Any, Any, Answered]]) -> Answered:
+        async def session() -> Answered:
+            async with httpx.AsyncClient(timeout=CLIENT_TIMEOUT_S, limits=httpx.Limits(max_connections=200)) as client:
+                return await talk(client)
+
+        return asyncio.run(session())
+
+    return run

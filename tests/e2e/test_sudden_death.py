@@ -1,0 +1,95 @@
+"""The prefill engine dies, or stops and comes back, while it writes: every request ends in time and as its policy says.
+
+D1 recomputes failed loads, D2 fails them. Each test takes a prefill engine away while a hook holds its writes to both.
+"""
+
+import asyncio
+import time
+
+import pytest
+
+from kv_testing.answers import Question, RefusedError, ask, ask_with, prefill_only
+from kv_testing.servers import DEADLINE_S, IS_OURS, LEASE_S, wait_until
+from kv_testing.servers_hooks import held_writes, open_things
+
+ENGINES = ("P1", "P2", "D1", "D2")
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.nixl,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not IS_OURS, reason="other connectors have no deadline and no hooks"),
+]
+
+# Beyond the deadline: the engine's steps, and recomputing on two cores.
+SLACK_S = 6.0
+QUARANTINED = "kvferry:staging_quarantined"
+
+
+def test_stopped_past_the_deadline_and_resumed(fleet, run, tally, fresh_prompt):
+    question = Question((fresh_prompt(150),))
+    alone = run(lambda client: ask(client, fleet.engine("P1").url, question))
+    prefill, decode = fleet.engine("P2"), [fleet.engine("D1"), fleet.engine("D2")]
+    try:
+        with held_writes(fleet.hooks("P2")):
+            outcomes = run(lambda client: _lose(client, prefill, decode, question, prefill.stop))
+            _check_outcomes(outcomes, alone, tally)
+            # The stopped engine may still write into what it was granted: those regions are kept from everybody.
+            assert all(open_things(engine).get(QUARANTINED) for engine in decode)
+    finally:
+        prefill.resume()
+    # The writes go out now, late. They end in quarantine, which their end lifts; answers stay right.
+    settled = LEASE_S + DEADLINE_S
+    assert wait_until(lambda: not any(map(open_things, [prefill, *decode])), timeout_s=settled) < settled
+    for engine in decode:
+        tally.demand_right(run(lambda client, url=engine.url: ask(client, url, question)), alone)
+
+
+def test_killed(fleet, run, tally, fresh_prompt):
+    question = Question((fresh_prompt(150),))
+    prefill, decode = fleet.engine("P1"), [fleet.engine("D1"), fleet.engine("D2")]
+    alone = run(lambda client: ask(client, prefill.url, question))
+    try:
+        with held_writes(fleet.hooks("P1")):
+            outcomes = run(lambda client: _lose(client, prefill, decode, question, prefill.program.kill))
+    finally:
+        fleet.engine("P1")  # start it again for whoever comes next
+    _check_outcomes(outcomes, alone, tally)
+    settled = LEASE_S + DEADLINE_S
+    assert wait_until(lambda: not any(map(open_things, decode)), timeout_s=settled) < settled
+    for engine in decode:
+        tally.demand_right(run(lambda client, url=engine.url: ask(client, url, question)), alone)
+
+
+async def _lose(client, prefill, decode, question, take_away):
+    """Hand over to each decode engine and take the prefill engine away meanwhile; answers (outcome, seconds) each."""
+    params = [await prefill_only(client, prefill.url, question) for _ in decode]
+    calls = [
+        asyncio.create_task(_outcome(client, engine.url, question, offer))
+        for engine, offer in zip(decode, params, strict=True)
+    ]
+    await asyncio.to_thread(wait_until, lambda: all(_is_loading(engine) for engine in decode), timeout_s=DEADLINE_S / 2)
+    await asyncio.sleep(0.5)
+    await asyncio.to_thread(take_away)
+    return await asyncio.gather(*calls)
+
+
+async def _outcome(client, url, question, params):
+    began = time.monotonic()
+    try:
+        return await ask_with(client, url, question, params), time.monotonic() - began
+    except RefusedError as refused:
+        return refused, time.monotonic() - began
+
+
+def _is_loading(engine):
+    return open_things(engine).get("kvferry:loads_running", 0) > 0
+
+
+def _check_outcomes(outcomes, alone, tally):
+    (recomputed, recompute_s), (failed, fail_s) = outcomes
+    assert max(recompute_s, fail_s) < DEADLINE_S + SLACK_S, f"recompute {recompute_s:.1f} s, fail {fail_s:.1f} s"
+    assert not isinstance(recomputed, RefusedError), recomputed
+    tally.demand_right(recomputed, alone)
+    assert isinstance(failed, RefusedError), f"answered in spite of its policy: {failed}"
+    assert failed.status == 500
+    assert "KV" in failed.message, failed.message

@@ -1,0 +1,143 @@
+"""A fleet of real engines that tests share: started together, used by many, brought back when a test has killed one.
+
+In:  a transport, the tiny models, a folder for logs and hooks.
+Out: named engines: P1, P2 prefill and D1, D2 decode (the digit is the number of tensor ranks), X1 with other weights.
+Law: one fleet runs at a time, and nothing of it outlives the tests, however they end.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kv_engine_adapter.cli.engines import Engine, EngineConfig, Router, StartUp, start_engine, start_router, wait_ready
+from kv_engine_adapter.cli.processes import ProcessGuard
+
+TOKENS_PER_BLOCK = 32
+NUM_BLOCKS = 256
+MAX_PROMPT_TOKENS = 1024
+LEASE_S = 8.0
+DEADLINE_S = 6.0
+START_S = 480.0
+TRANSPORTS: Mapping[str, Mapping[str, str]] = {"shm": {}, "tcp": {"UCX_TLS": "tcp"}}
+"""UCX finds shared memory by itself; told to use TCP alone, two engines talk as if on two hosts."""
+
+# Another connector shows whether a failure is the harness's or ours; tests that need our hooks are then left out.
+CONNECTOR = os.environ.get("E2E_CONNECTOR", "FerryConnector")
+IS_OURS = CONNECTOR == "FerryConnector"
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What distinguishes one engine of the fleet."""
+
+    model: str
+    tensor_ranks: int
+    cores: tuple[str, ...]
+    load_failure_policy: str = "recompute"
+
+
+ROLES: Mapping[str, Role] = {
+    "P1": Role("tiny", 1, ("0",)),
+    "P2": Role("tiny", 2, ("0", "1")),
+    "D1": Role("tiny", 1, ("1",), "recompute"),
+    "D2": Role("tiny", 2, ("0", "1"), "fail"),
+    "X1": Role("other", 1, ("1",)),
+}
+
+
+@dataclass(slots=True)
+class Fleet:
+    """The engines that run now."""
+
+    transport: str
+    models: Mapping[str, Path]
+    folder: Path
+    guard: ProcessGuard
+    engines: dict[str, Engine] = field(default_factory=dict)
+    router: Router | None = None
+
+    def start(self, names: Sequence[str]) -> None:
+        """Start engines together, and wait for all of them."""
+        started = {name: start_engine(self.guard, self._config(name), self.folder) for name in names}
+        wait_ready(started.values(), timeout_s=START_S, watch=_report())
+        self.engines |= started
+
+    def engine(self, name: str) -> Engine:
+        """The engine of this name, started (again) if it does not run."""
+        engine = self.engines.get(name)
+        if engine is None or engine.program.exit_code() is not None:
+            self.start([name])
+        return self.engines[name]
+
+    def hooks(self, name: str) -> Path:
+        """Where this engine looks for faults."""
+        folder = self.folder / f"hooks-{name}"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def routed(self) -> str:
+        """The address of a router in front of P2 and D1."""
+        if self.router is None:
+            self.router = start_router(self.guard, [self.engine("P2")], [self.engine("D1")], self.folder)
+            wait_ready([self.router], timeout_s=START_S)
+        return self.router.url
+
+    def check(self) -> None:
+        """Every engine that should run does: a test that passed has not quietly lost one."""
+        gone = {name: code for name, engine in self.engines.items() if (code := engine.program.exit_code()) is not None}
+        assert not gone, f"engines have ended (name: exit code): {gone}; logs in {self.folder}"
+
+    def _config(self, name: str) -> EngineConfig:
+        role = ROLES[name]
+        ours = {"lease_s": LEASE_S, "request_deadline_s": DEADLINE_S, "test_hooks_dir": str(self.hooks(name))}
+        return EngineConfig(
+            name=name,
+            model=self.models[role.model],
+            tensor_ranks=role.tensor_ranks,
+            cores=role.cores,
+            connector=CONNECTOR,
+            connector_options=ours if IS_OURS else {},
+            load_failure_policy=role.load_failure_policy,
+            tokens_per_block=TOKENS_PER_BLOCK,
+            num_blocks=NUM_BLOCKS,
+            max_prompt_tokens=MAX_PROMPT_TOKENS,
+            environment=TRANSPORTS[self.transport],
+        )
+
+
+@contextmanager
+def running_fleet(
+    transport: str, models: Mapping[str, Path], folder: Path, names: Iterable[str] = ROLES
+) -> Iterator[Fleet]:
+    """A fleet with these engines up; the others start when they are asked for."""
+    with ProcessGuard() as guard:
+        fleet = Fleet(transport, models, folder, guard)
+        fleet.start(sorted(names))
+        yield fleet
+
+
+def wait_until(holds: Callable[[], bool], *, timeout_s: float, period_s: float = 0.25) -> float:
+    """The seconds until something held; infinity if it did not within the time."""
+    began = time.monotonic()
+    while not holds():
+        if time.monotonic() - began > timeout_s:
+            return float("inf")
+        time.sleep(period_s)
+    return time.monotonic() - began
+
+
+def _report() -> Callable[[StartUp], None]:
+    """A line whenever an engine gets further in its start, so that a slow start is seen to move."""
+    shown: dict[str, str] = {}
+
+    def watch(now: StartUp) -> None:
+        for name, stage in now.stages.items():
+            if shown.get(name) != stage:
+                shown[name] = stage
+                print(f"[{now.seconds:6.1f} s] {name}: {stage}", file=sys.stderr, flush=True)
+
+    return watch

@@ -1,0 +1,63 @@
+"""The faults a test orders in a running engine (`kv_engine_adapter.hooks`), and what an engine says it has open.
+
+In:  the directory an engine was given as `test_hooks_dir`; an engine's metrics.
+Out: a context for each fault, over when it is left; the gauges that must come back to 0.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kv_engine_adapter.cli.engines import Engine
+
+GAUGES = (
+    "kvferry:sessions",
+    "kvferry:offers",
+    "kvferry:loads_running",
+    "kvferry:staging_leases",
+    "kvferry:staging_quarantined",
+)
+KEY, VALUE = 0, 1
+BYTES_RECEIVED = "kvferry:bytes_received_total"
+USAGE = "vllm:kv_cache_usage_perc"
+
+
+@contextmanager
+def held_writes(hooks: Path) -> Iterator[Path]:
+    """While this lasts, the engine holds the writes it has decided on; afterwards they go out, however late."""
+    order = hooks / "hold-writes"
+    order.write_text("")
+    try:
+        yield order
+    finally:
+        order.unlink(missing_ok=True)
+
+
+@contextmanager
+def corrupt_block(hooks: Path, block: int, plane: int) -> Iterator[None]:
+    """While this lasts, what the engine receives for this block of a request is spoilt after it was verified."""
+    order = hooks / "corrupt.json"
+    fresh = hooks / "corrupt.json.new"
+    fresh.write_text(json.dumps({"block": block, "plane": plane}))
+    fresh.rename(order)
+    try:
+        yield
+    finally:
+        order.unlink(missing_ok=True)
+
+
+def open_things(engine: Engine) -> dict[str, float]:
+    """Our gauges that are not 0."""
+    metrics = engine.metrics()
+    return {name: metrics[name] for name in GAUGES if metrics.get(name)}
+
+
+def bytes_received(engine: Engine) -> float:
+    """KV bytes the engine has received from peers since it started."""
+    return engine.metrics().get(BYTES_RECEIVED, 0.0)
+
+
+def usage(engine: Engine) -> float:
+    """The share of the engine's blocks that are taken."""
+    return engine.metrics()[USAGE]
