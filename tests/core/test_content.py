@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_core.content import BlockContent, ItemPart, chop, item_digest, item_parts
+from kv_core.content import BlockContent, ItemPart, chop, item_digest, item_parts, scope_items
 from kv_core.errors import CallerError
 from kv_core.spans import Span
 
@@ -53,6 +53,14 @@ def test_negative_words_are_twos_complement():
 def test_unequal_lists_are_refused(positions, lengths):  # core spec D13
     with pytest.raises(CallerError, match=f"positions={len(positions)}, lengths={len(lengths)}"):
         item_parts([WORDS], positions, lengths, Span(0, 4))
+
+
+def test_items_of_a_scope():
+    assert scope_items([WORDS], [2], [6]) == ((DIGEST, 2),)
+    with pytest.raises(CallerError, match="positions=2, lengths=1"):
+        scope_items([WORDS], [2, 5], [4])
+    with pytest.raises(CallerError, match=r"lengths=\[0\]"):
+        scope_items([WORDS], [2], [0])
 
 
 def test_a_digest_of_seven_words_is_refused():

@@ -92,11 +92,29 @@ def item_parts(
     Item k has `digests[k]` (eight 32-bit integers) and covers prompt tokens `positions[k]` on, `lengths[k]` of them.
     Raises CallerError for lists of unequal length: to ignore them would let different images share cache (D13).
     """
-    if not len(digests) == len(positions) == len(lengths):
-        counts = f"digests={len(digests)}, positions={len(positions)}, lengths={len(lengths)}"
-        raise CallerError(f"one digest, position and length an item: {counts}")
+    _check_items(digests, positions, lengths)
     return tuple(
         ItemPart(item_digest(words), max(0, tokens.start - position))
         for words, position, length in zip(digests, positions, lengths, strict=True)
         if tokens.stop > position and tokens.start < position + length
     )
+
+
+def scope_items(
+    digests: Sequence[Sequence[int]], positions: Sequence[int], lengths: Sequence[int]
+) -> tuple[tuple[bytes, int], ...]:
+    """The same lists as `kv_core.keys.Scope.extras`: digest and first token of each item.
+
+    A chained key covers all tokens from an item's first one on, so its length needs no place in it. Raises CallerError
+    for lists of unequal length (core spec D13) or an item without tokens.
+    """
+    _check_items(digests, positions, lengths)
+    if any(length < 1 for length in lengths):
+        raise CallerError(f"an item covers at least one token: lengths={list(lengths)}")
+    return tuple((item_digest(words), position) for words, position in zip(digests, positions, strict=True))
+
+
+def _check_items(digests: Sequence[Sequence[int]], positions: Sequence[int], lengths: Sequence[int]) -> None:
+    if not len(digests) == len(positions) == len(lengths):
+        counts = f"digests={len(digests)}, positions={len(positions)}, lengths={len(lengths)}"
+        raise CallerError(f"one digest, position and length an item: {counts}")
