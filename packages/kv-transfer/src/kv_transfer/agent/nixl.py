@@ -12,7 +12,8 @@ the rest of kvferry leans on:
 - Its Python wrapper lets the progress thread spin: 1 core for each idle agent. Hence the bindings below the wrapper,
   where the thread's pause can be set. The pause ends early when a socket is ready: throughput is the same.
 - A killed peer: posts that moved end at once with NIXL_ERR_REMOTE_DISCONNECT, over TCP and shared memory, and so does
-  every later post. No post was seen to stay in progress for ever; `remove_peer` would end it.
+  every later post. A cut network says nothing: after 200 s without a link the post was still in progress, and all its
+  bytes landed 20 s after the link was back. If the peer died behind the cut, only `remove_peer` ends its tickets soon.
 - A stopped peer, TCP: posts stay in progress, and land when it goes on. Releasing them and removing the peer says
   success, and they land nevertheless.
 - A stopped peer, shared memory: the kernel copies into it (cross memory attach) and the post is done at once. If the
