@@ -49,6 +49,7 @@ PACKAGES = {
             "packages/kv-transfer",
             "tests/transfer",
             stands_on=("kv-core", "kv-kernels"),
+            test_requirements=("numpy",),
             absent=("nixl", "vllm", "kv_engine_adapter"),
         ),
         Package(
