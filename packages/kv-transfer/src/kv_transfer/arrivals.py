@@ -20,7 +20,8 @@ from typing import Protocol
 from kv_transfer.copies import Copier
 from kv_transfer.load import ReceiveSession
 from kv_transfer.mover import Moved
-from kv_transfer.peers import Peer, Peers
+from kv_transfer.peer import Peer
+from kv_transfer.peers import Peers
 from kv_transfer.protocol.messages import Data, Grant
 from kv_transfer.quarantine import Quarantine
 from kv_transfer.room import Room

@@ -12,7 +12,8 @@ from kv_core.ids import RequestId
 from kv_transfer.copies import Copier
 from kv_transfer.loads import Loads
 from kv_transfer.orders import Received
-from kv_transfer.peers import Peer, Peers
+from kv_transfer.peer import Peer
+from kv_transfer.peers import Peers
 from kv_transfer.protocol.errors import ForeignVersion, ProtocolError, UnexpectedMessage
 from kv_transfer.protocol.messages import (
     Ask,

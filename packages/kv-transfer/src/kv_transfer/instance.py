@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 EXPIRY_PERIOD_S: Final = 0.1
 IDLE_PERIOD_S: Final = 10.0
-_REASONS: Final = frozenset({"released", "expired", "replaced"})
+_REASONS: Final = frozenset({"released", "expired"})
 
 
 class InstanceDoor:
@@ -55,6 +55,7 @@ class InstanceDoor:
         """Listens at once; a port in use raises CannotListen naming host, port and the settings."""
         self._config = config
         self._settled: deque[Settled] = deque()
+        self._open: set[RequestId] = set()
         self._reactor = Reactor(f"kvferry-instance-{instance}", config, faults)
         self._porter = _Porter(config, instance, incarnation, self._reactor, self._settled)
         self._reactor.start(self._porter)
@@ -78,7 +79,13 @@ class InstanceDoor:
     def open_offer(
         self, transfer_id: TransferId, request_id: RequestId, prompt_key: bytes, lease_s: float | None = None
     ) -> None:
-        """One more offer, for one consumer, for `lease_s` from now (the configured lease if None)."""
+        """One more offer, for one consumer, for `lease_s` from now (the configured lease if None).
+
+        Raises CallerError if an offer of this request is open.
+        """
+        if request_id in self._open:
+            raise CallerError(f"the request is offered already: request={request_id}")
+        self._open.add(request_id)
         lease = self._config.lease_s if lease_s is None else lease_s
         lease_end = self._reactor.timers.clock() + lease
         self._reactor.post(lambda: self._porter.open(transfer_id, request_id, prompt_key, lease_end))
@@ -92,6 +99,7 @@ class InstanceDoor:
         settled = []
         while self._settled:
             settled.append(self._settled.popleft())
+        self._open.difference_update(each.request_id for each in settled)
         return settled
 
     def release(
@@ -145,7 +153,7 @@ class _Porter:
         self._card = card
 
     def open(self, transfer_id: TransferId, request_id: RequestId, prompt_key: bytes, lease_end: float) -> None:
-        self._end(self._leases.open((transfer_id, prompt_key), request_id, lease_end))
+        self._leases.open((transfer_id, prompt_key), request_id, lease_end)
         self._reactor.counters.add("offers_opened")
         self._arm(EXPIRY_PERIOD_S)
 

@@ -38,13 +38,12 @@ class LeaseBook:
         """Number of open offers."""
         return len(self._pair_of)
 
-    def open(self, pair: Pair, request_id: RequestId, lease_end: float) -> Settled | None:
-        """One more offer. A request offered before is offered anew; its earlier offer is settled as "replaced"."""
-        replaced = self.withdraw(request_id, "replaced")
+    def open(self, pair: Pair, request_id: RequestId, lease_end: float) -> None:
+        """One more offer; a request has one at a time."""
+        assert request_id not in self._pair_of, "law: a request has one offer at a time"
         offers = self._pairs.setdefault(pair, _Offers())
         offers.leases[request_id] = lease_end
         self._pair_of[request_id] = pair
-        return replaced
 
     def release(self, pair: Pair, consumer: str, now: float) -> tuple[bool, Settled | None]:
         """Whether the pair is known; and the offer that this consumer settles, the oldest, if there is one left."""
@@ -56,7 +55,7 @@ class LeaseBook:
         offers.consumers.add(consumer)
         return True, self._settle(next(iter(offers.leases)), "released", now)
 
-    def withdraw(self, request_id: RequestId, reason: str, now: float = 0.0) -> Settled | None:
+    def withdraw(self, request_id: RequestId, reason: str, now: float) -> Settled | None:
         """The engine's own end of an offer; None if it is not open."""
         return self._settle(request_id, reason, now) if request_id in self._pair_of else None
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kv_core.ids import Incarnation, SessionId
 from kv_transfer.orders import LoadTimes, Received, ReceiveOrder
-from kv_transfer.peers import Peer
+from kv_transfer.peer import Peer
 from kv_transfer.plan.plan import Chunk
 from kv_transfer.protocol.messages import Ask
 from kv_transfer.protocol.session import Receiving

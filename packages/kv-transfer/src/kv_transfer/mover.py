@@ -7,7 +7,6 @@ Law: jobs run one at a time, in order of submission; whatever a job raises is it
      another stream, nor makes one wait. Transfer spec 14 F1, F2, F4.
 """
 
-import logging
 import queue
 import threading
 import time
@@ -16,8 +15,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-
-logger = logging.getLogger(__name__)
 
 Post = Callable[[Callable[[], None]], None]
 
@@ -84,7 +81,6 @@ class Mover:
             if self._stream is not None:
                 self._stream.synchronize()
         except Exception as error:
-            logger.exception("a copy failed")
             return Moved(None, error, time.perf_counter() - start)
         return Moved(value, None, time.perf_counter() - start)
 

@@ -13,12 +13,11 @@ Law: a peer is dead when it is silent and nobody listens at its address, or when
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Final, TypeVar
 
 from kv_core.errors import FerryError
 from kv_core.ids import Incarnation, InstanceId, Rank
-from kv_transfer.plan.cache_state import CacheState
+from kv_transfer.peer import Listener, Peer, PeerKey
 from kv_transfer.plan.compatibility import Reason, reasons
 from kv_transfer.protocol.errors import ProtocolError, UnexpectedMessage
 from kv_transfer.protocol.messages import (
@@ -32,7 +31,6 @@ from kv_transfer.protocol.messages import (
     clipped,
 )
 from kv_transfer.room import Room
-from kv_transfer.timers import Timer
 from kv_transfer.wire import Link, Probe, Route, UnusableAddress
 
 logger = logging.getLogger(__name__)
@@ -41,55 +39,6 @@ logger = logging.getLogger(__name__)
 Introduction = TypeVar("Introduction", Hello, HelloReply)
 
 MAX_PEERS: Final = 1 << 14
-
-
-class PeerKey(NamedTuple):
-    """One rank of one run of an instance."""
-
-    incarnation: Incarnation
-    rank: Rank
-
-
-@dataclass(slots=True, eq=False)
-class Peer:
-    """What we know of one peer. More than seven fields, since it stands on both planes and may be met both ways."""
-
-    key: PeerKey
-    instance: InstanceId
-    card: RankCard
-    heard_at: float
-    link: Link | None = None
-    """We call it."""
-    route: Route | None = None
-    """It calls us."""
-    agent_name: str | None = None
-    """Set from the introduction on."""
-    is_introduced: bool = False
-    is_probed: bool = False
-    hello: Timer | None = None
-
-    @property
-    def state(self) -> CacheState:
-        return self.card.state
-
-    def __str__(self) -> str:
-        return f"rank {self.key.rank} of {self.instance} at {self.card.host}:{self.card.port}"
-
-
-class Listener(Protocol):
-    """Whoever wants news of peers."""
-
-    def peer_introduced(self, peer: Peer) -> None:
-        """The peer answered our Hello, for the first time or again."""
-
-    def peer_refused(self, peer: Peer, why: str) -> None:
-        """We cannot exchange with this peer."""
-
-    def peer_died(self, peer: Peer, why: str) -> None:
-        """The peer is dead; it is forgotten after this."""
-
-    def wants(self, peer: Peer) -> bool:
-        """Whether something is open with this peer, so that its life matters."""
 
 
 class Peers:
@@ -101,6 +50,7 @@ class Peers:
         self._peers: dict[PeerKey, Peer] = {}
         self._by_link: dict[Link, Peer] = {}
         self._by_route: dict[Route, Peer] = {}
+        self._by_agent: dict[str, Peer] = {}
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -312,13 +262,15 @@ class Peers:
         """Let our agent know theirs; its objection, if it has one."""
         if peer.card != them.card:
             return [Reason("card", clipped(str(peer.card)), clipped(str(them.card)))]
-        if peer.agent_name not in (None, them.agent.name):
-            return [Reason("agent", str(peer.agent_name), them.agent.name)]
+        # One agent speaks for one peer: else the death of a pretender would cut off the real one.
+        if self._by_agent.get(them.agent.name, peer) is not peer or peer.agent_name not in (None, them.agent.name):
+            return [Reason("agent", "one agent for each peer", them.agent.name)]
         try:
             self._room.agent.add_peer(them.agent)
         except FerryError as error:
             return [Reason("agent", self._room.agent.name, clipped(str(error)))]
         peer.agent_name = them.agent.name
+        self._by_agent[them.agent.name] = peer
         return []
 
     def _turn_away(self, route: Route, why: list[Reason]) -> None:
@@ -347,4 +299,5 @@ class Peers:
         if peer.route is not None:
             self._by_route.pop(peer.route, None)
         if peer.agent_name is not None:
+            del self._by_agent[peer.agent_name]
             self._room.agent.remove_peer(peer.agent_name)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kv_core.ids import Incarnation, Rank, SessionId
 from kv_transfer.agent.base import LATE_BYTES_GRACE_S
-from kv_transfer.peers import PeerKey
+from kv_transfer.peer import PeerKey
 from kv_transfer.room import Room
 from kv_transfer.staging import Arena, StagingLease
 

@@ -17,7 +17,8 @@ from kv_core.ids import SessionId
 from kv_transfer.arrivals import Arrivals
 from kv_transfer.copies import Copier
 from kv_transfer.load import Load, ReceiveSession
-from kv_transfer.peers import Peer, Peers
+from kv_transfer.peer import Peer
+from kv_transfer.peers import Peers
 from kv_transfer.plan.plan import SessionPlan, chunks_of
 from kv_transfer.protocol.errors import UnexpectedMessage
 from kv_transfer.protocol.messages import Ask, Cancel, Close, Data, Quiet, Ready, Refuse, RefuseCode, clipped
@@ -130,7 +131,7 @@ class Receiver:
         if session is not None:
             self._on(session, ReceiveEvent.QUIET, why=f"{peer} has ended the session")
 
-    # -- news of peers (peers.Listener) ------------------------------------------------------------------------------
+    # -- news of peers (peer.Listener) ------------------------------------------------------------------------------
 
     def peer_introduced(self, peer: Peer) -> None:
         """The peer can be asked now, or again."""

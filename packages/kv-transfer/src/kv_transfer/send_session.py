@@ -13,7 +13,7 @@ from kv_core.spans import Span
 from kv_transfer.agent.base import Ticket
 from kv_transfer.agent.cards import RemoteSlice
 from kv_transfer.offers import HeldOffer, Pair
-from kv_transfer.peers import Peer
+from kv_transfer.peer import Peer
 from kv_transfer.plan.cache_state import CacheState, Share
 from kv_transfer.plan.plan import Chunk
 from kv_transfer.protocol.messages import MAX_CHUNKS, Ask, Data, Grant, RefuseCode

@@ -18,7 +18,8 @@ from kv_transfer.copies import Copier
 from kv_transfer.offers import HeldOffer, OfferBook
 from kv_transfer.orders import Offer
 from kv_transfer.passages import Passages
-from kv_transfer.peers import Peer, Peers
+from kv_transfer.peer import Peer
+from kv_transfer.peers import Peers
 from kv_transfer.plan.plan import chunks_of
 from kv_transfer.protocol.errors import UnexpectedMessage
 from kv_transfer.protocol.messages import Ask, Cancel, Close, Data, Grant, Quiet, Ready, Refuse, RefuseCode, clipped
@@ -120,7 +121,7 @@ class Sender:
         """A peer wants no more."""
         self._ended_by_peer(peer, cancel.session, SendEvent.CANCEL)
 
-    # -- news of peers (peers.Listener) ------------------------------------------------------------------------------
+    # -- news of peers (peer.Listener) ------------------------------------------------------------------------------
 
     def peer_introduced(self, peer: Peer) -> None:
         """Whom we serve calls us; that we can call him too changes nothing."""

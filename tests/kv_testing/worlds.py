@@ -1,0 +1,306 @@
+"""Two instances in one process, joined by real sockets and an agent in memory, and a driver for each.
+
+In:  the states of both sides, settings, faults.
+Out: sides that offer, fetch, poll and end, and the proof that nothing is left.
+Law: the caches are tagged (`tagged`), so that a wrong, missing or additional byte is seen; `check_clean` proves that
+     nothing is open on a side and that its arenas are whole.
+"""
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from kv_core.ids import Incarnation, InstanceId, Rank, RequestId, SessionId, TransferId
+from kv_core.spans import Span
+from kv_testing.layouts import make_state
+from kv_testing.tagged import FORMS, World, fill, make_world, misplaced
+from kv_testing.waiting import wait_for
+from kv_transfer.agent.base import Agent
+from kv_transfer.agent.loopback import LoopbackHub
+from kv_transfer.config import TransferConfig
+from kv_transfer.core import Core
+from kv_transfer.faults import Faults
+from kv_transfer.instance import InstanceDoor
+from kv_transfer.orders import Offer, Received, ReceiveOrder
+from kv_transfer.plan.cache_state import BlockLayout, CacheState, ParallelLayout
+from kv_transfer.plan.plan import Chunk
+from kv_transfer.protocol.messages import Message
+from kv_transfer.staging import Arena
+from kv_transfer.transceiver import Transceiver
+
+NUM_TOKENS = 40
+ALL = Span(0, NUM_TOKENS)
+PROMPT = b"k" * 32
+
+FAST = TransferConfig(
+    request_deadline_s=8.0,
+    lease_s=20.0,
+    peer_timeout_s=0.3,
+    nudge_s=0.2,
+    nudge_limit_s=0.5,
+    chunk_bytes=1024,
+    send_arena_bytes=64 * 4096,
+    receive_arena_bytes=64 * 4096,
+)
+"""Short pauses, so that tests of repetition are quick; small chunks, so that a transfer has many."""
+
+
+def state_of(
+    tp: int = 1, stages: Sequence[int] = (4,), tokens_per_block: int = 4, order: str = "head_major"
+) -> CacheState:
+    """A small float32 model of 4 layers and 4 KV heads, cut over `tp` tensor ranks and the given stages."""
+    return make_state(
+        fingerprint="model",
+        dtype="float32",
+        head_size=4,
+        tokens_per_block=tokens_per_block,
+        layout=BlockLayout(order),  # type: ignore[arg-type]
+        parallel=ParallelLayout.even(tp, list(stages), 4),
+    )
+
+
+@dataclass
+class Side:
+    """One run of one instance: its door, its ranks, its tagged caches, and what its ranks have reported."""
+
+    name: InstanceId
+    incarnation: Incarnation
+    world: World
+    door: InstanceDoor
+    ranks: tuple[Transceiver, ...]
+    agents: tuple[Agent, ...]
+    received: list[tuple[int, Received]] = field(default_factory=list)
+    sent: list[tuple[int, RequestId]] = field(default_factory=list)
+
+    # -- as a prefill engine -----------------------------------------------------------------------------------------
+
+    def offer(
+        self,
+        request_id: str = "p0",
+        transfer_id: str | None = None,
+        prompt_key: bytes = PROMPT,
+        num_tokens: int = NUM_TOKENS,
+        lease_s: float | None = None,
+    ) -> TransferId:
+        """Fill the blocks with their tags, and let peers read them."""
+        transfer = TransferId(transfer_id or fresh_id())
+        fill(self.world, Span(0, num_tokens))
+        self.door.open_offer(transfer, RequestId(request_id), prompt_key, lease_s)
+        for rank in self.ranks:
+            rank.offer(Offer(transfer, RequestId(request_id), prompt_key, num_tokens, self.world.table))
+        return transfer
+
+    def step(self) -> None:
+        """What an engine does at every step: pass on settlements, collect what has ended."""
+        for settled in self.door.poll_settled():
+            for rank in self.ranks:
+                rank.settle(settled.transfer_id, settled.request_id, settled.reason)
+        for number, rank in enumerate(self.ranks):
+            progress = rank.poll()
+            self.sent += [(number, request_id) for request_id in progress.sent]
+            self.received += [(number, received) for received in progress.received]
+
+    # -- as a decode engine ------------------------------------------------------------------------------------------
+
+    def order(
+        self,
+        peer: "Side",
+        transfer_id: str,
+        request_id: str = "d0",
+        tokens: Span = ALL,
+        prompt_key: bytes = PROMPT,
+        incarnation: str | None = None,
+        only_ranks: Sequence[int] | None = None,
+    ) -> None:
+        """Have every rank fetch its part."""
+        host, port = peer.door.address
+        order = ReceiveOrder(
+            RequestId(request_id),
+            TransferId(transfer_id),
+            prompt_key,
+            tokens,
+            self.world.table,
+            host,
+            port,
+            Incarnation(incarnation) if incarnation else None,
+        )
+        for number in range(len(self.ranks)) if only_ranks is None else only_ranks:
+            self.ranks[number].receive(order)
+
+    def release(self, peer: "Side", transfer_id: str, request_id: str = "d0", prompt_key: bytes = PROMPT) -> None:
+        """Say that this consumer is done."""
+        self.door.release(
+            *peer.door.address,
+            TransferId(transfer_id),
+            prompt_key,
+            f"{self.incarnation}/{request_id}",
+            peer.incarnation,
+        )
+
+    def outcomes(
+        self, request_id: str = "d0", timeout_s: float = 12.0, *, others: Sequence["Side"] = ()
+    ) -> list[Received]:
+        """What every rank reported for this request, by rank, once all have; steps the other sides meanwhile."""
+
+        def reported() -> list[Received] | None:
+            for side in (self, *others):
+                side.step()
+            found = {rank: each for rank, each in self.received if each.request_id == request_id}
+            return [found[rank] for rank in sorted(found)] if len(found) == len(self.ranks) else None
+
+        return wait_for(reported, timeout_s, f"the outcomes of {request_id}")  # type: ignore[return-value]
+
+    def outcome(self, request_id: str = "d0", timeout_s: float = 12.0, *, others: Sequence["Side"] = ()) -> Received:
+        """The worst of the ranks' outcomes."""
+        return min(self.outcomes(request_id, timeout_s, others=others), key=lambda each: each.ok)
+
+    # -- proofs ------------------------------------------------------------------------------------------------------
+
+    @property
+    def cores(self) -> list[Core]:
+        return [rank._core for rank in self.ranks]
+
+    @property
+    def arenas(self) -> list[Arena]:
+        return [arena for core in self.cores for arena in core._arenas]
+
+    def receive_arena(self, rank: int = 0) -> Arena:
+        return self.cores[rank]._arenas[1]
+
+    def misplaced(self, tokens: Span = ALL) -> int:
+        """Elements that differ from: tags for these tokens, filler everywhere else."""
+        return misplaced(self.world, tokens)
+
+    def open(self) -> dict[str, Any]:
+        """What is open on this side, by gauge."""
+        self.step()
+        found = {f"rank {number}": rank.status().open for number, rank in enumerate(self.ranks)}
+        return {name: gauges for name, gauges in {**found, "door": self.door.status().open}.items() if gauges}
+
+    def count(self, counter: str) -> int:
+        """A counter, summed over the ranks."""
+        return sum(rank._reactor.counters[counter] for rank in self.ranks)
+
+    def check_clean(self, timeout_s: float = 10.0) -> None:
+        """Nothing is open, and every arena is whole."""
+        deadline = time.monotonic() + timeout_s
+        while found := self.open():
+            assert time.monotonic() < deadline, f"{self.name} still has open: {found}"
+            time.sleep(0.01)
+        for core in self.cores:
+            core.sender.offers.check()
+        for arena in self.arenas:
+            arena.check()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        for rank in self.ranks:
+            rank.close(timeout_s)
+        self.door.close()
+
+
+def make_side(
+    hub: LoopbackHub,
+    name: str,
+    state: CacheState,
+    config: TransferConfig = FAST,
+    faults: Mapping[int, Faults] | Faults | None = None,
+    *,
+    num_tokens: int = NUM_TOKENS,
+    ports: Sequence[int] = (),
+    agents: Sequence[Agent] = (),
+) -> Side:
+    """A running instance. `ports`: of the door, then of each rank; any free ones if empty."""
+    incarnation = Incarnation(f"{name}-{secrets.token_hex(4)}")
+    world = make_world(state, num_tokens, FORMS[state.layout.order][0], seed=len(name))
+    ranks = state.parallel.ranks
+    ports = list(ports) or [0] * (len(ranks) + 1)
+    agents = tuple(agents) or tuple(hub.agent() for _ in ranks)
+    with ExitStack() as undo:
+        door = InstanceDoor(replace(config, port=ports[0]), InstanceId(name), incarnation)
+        undo.callback(door.close)
+        transceivers = []
+        for rank in ranks:
+            undo.callback(agents[rank].close, 1.0)
+            made = Transceiver(
+                replace(config, port=ports[1 + rank]),
+                InstanceId(name),
+                incarnation,
+                Rank(rank),
+                state,
+                world.caches[rank],
+                agents[rank],
+                faults.get(rank) if isinstance(faults, Mapping) else faults,
+            )
+            undo.callback(made.close)
+            transceivers.append(made)
+        door.set_cards([transceiver.card for transceiver in transceivers])
+        undo.pop_all()
+    return Side(InstanceId(name), incarnation, world, door, tuple(transceivers), agents)
+
+
+@contextmanager
+def sides(*made: Side) -> Iterator[tuple[Side, ...]]:
+    """Ends all of them, whatever happens."""
+    try:
+        yield made
+    finally:
+        for side in made:
+            side.close()
+
+
+@contextmanager
+def pair(
+    prefill: CacheState | None = None,
+    decode: CacheState | None = None,
+    *,
+    config: TransferConfig = FAST,
+    prefill_config: TransferConfig | None = None,
+    prefill_faults: Faults | None = None,
+    decode_faults: Faults | None = None,
+) -> Iterator[tuple[Side, Side, LoopbackHub]]:
+    """A prefill and a decode instance, and the hub of their agents."""
+    hub = LoopbackHub()
+    p = make_side(hub, "p", prefill or state_of(), prefill_config or config, prefill_faults)
+    d = make_side(hub, "d", decode or state_of(), config, decode_faults)
+    with sides(p, d):
+        yield p, d, hub
+
+
+def fresh_id() -> str:
+    """A transfer id that nobody has used."""
+    return secrets.token_hex(16)
+
+
+@dataclass
+class Switches:
+    """Faults that a test sets while a world runs; names are those of message types."""
+
+    dropped: set[str] = field(default_factory=set)
+    doubled: bool = False
+    delay_s: Callable[[], float] | None = None
+    holds_writes: bool = False
+    corrupts: Callable[[Chunk, torch.Tensor], None] | None = None
+    num_said: Counter[str] = field(default_factory=Counter)
+    num_held: int = 0
+
+    def after_verify(self, session: SessionId, chunk: Chunk, received: torch.Tensor) -> None:
+        if self.corrupts is not None:
+            self.corrupts(chunk, received)
+
+    def before_write(self, session: SessionId, seq: int) -> bool:
+        self.num_held += self.holds_writes
+        return self.holds_writes
+
+    def outgoing(self, message: Message) -> Sequence[float]:
+        name = type(message).__name__
+        self.num_said[name] += 1
+        if name in self.dropped:
+            return ()
+        delay_s = 0.0 if self.delay_s is None else self.delay_s()
+        return (delay_s, delay_s) if self.doubled else (delay_s,)

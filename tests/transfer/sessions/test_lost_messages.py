@@ -1,0 +1,90 @@
+"""Control messages that are dropped, doubled or late: every load ends, most of them well."""
+
+import random
+
+import pytest
+
+from kv_testing.waiting import wait_for
+from kv_testing.worlds import Switches, pair, state_of
+
+TO_SENDER = ["Hello", "Ask", "Grant", "Close", "InstanceHello"]
+TO_RECEIVER = ["HelloReply", "Ready", "Data", "Quiet"]
+
+
+@pytest.mark.parametrize("name", TO_SENDER + TO_RECEIVER)
+def test_a_message_that_is_lost_for_a_while_is_said_again(name):
+    p_faults, d_faults = Switches(), Switches()
+    faults = d_faults if name in TO_SENDER else p_faults
+    faults.dropped = {name}
+    with pair(state_of(1), state_of(1), prefill_faults=p_faults, decode_faults=d_faults) as (p, d, _):
+        transfer = p.offer()
+        d.order(p, transfer)
+        wait_for(lambda: faults.num_said[name] >= 2, what=f"{name}, said again")
+        faults.dropped = set()
+        received = d.outcome(others=[p])
+        assert received.ok, received.reason
+        assert d.misplaced() == 0
+        d.release(p, transfer)
+        d.check_clean()
+        p.check_clean()
+
+
+def test_every_message_twice_changes_nothing():
+    p_faults, d_faults = Switches(doubled=True), Switches(doubled=True)
+    with pair(state_of(2), state_of(2), prefill_faults=p_faults, decode_faults=d_faults) as (p, d, _):
+        for number in range(4):
+            transfer = p.offer(f"p{number}")
+            d.order(p, transfer, f"d{number}")
+            received = d.outcome(f"d{number}", others=[p])
+            assert received.ok, received.reason
+            d.release(p, transfer, f"d{number}")
+        assert d.misplaced() == 0
+        d.check_clean()
+        p.check_clean()
+        assert p.count("chunks_out") == d.count("chunks_in"), "a chunk was written twice"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_late_and_reordered_messages(seed):
+    """Each message and its double leave after a random pause, so they overtake each other."""
+    dice = random.Random(seed)
+    p_faults = Switches(doubled=True, delay_s=lambda: dice.random() * 0.05)
+    d_faults = Switches(doubled=True, delay_s=lambda: dice.random() * 0.05)
+    with pair(state_of(2), state_of(1), prefill_faults=p_faults, decode_faults=d_faults) as (p, d, _):
+        transfers = [p.offer(f"p{number}") for number in range(3)]
+        for number, transfer in enumerate(transfers):
+            d.order(p, transfer, f"d{number}")
+        for number, transfer in enumerate(transfers):
+            received = d.outcome(f"d{number}", others=[p])
+            assert received.ok, received.reason
+            d.release(p, transfer, f"d{number}")
+        assert d.misplaced() == 0
+        d.check_clean()
+        p.check_clean()
+
+
+def test_a_wire_that_loses_a_third_of_everything():
+    dice = random.Random(3)
+    p_faults, d_faults = Lossy(dice), Lossy(dice)
+    with pair(state_of(2), state_of(1), prefill_faults=p_faults, decode_faults=d_faults) as (p, d, _):
+        for number in range(2):
+            transfer = p.offer(f"p{number}")
+            d.order(p, transfer, f"d{number}")
+            received = d.outcome(f"d{number}", others=[p])
+            assert received.ok or "deadline" in received.reason, received.reason
+            d.release(p, transfer, f"d{number}")
+        p_faults.share = d_faults.share = 0.0
+        d.check_clean(20)
+        p.check_clean(20)
+
+
+class Lossy(Switches):
+    """Loses a share of all messages."""
+
+    def __init__(self, dice):
+        super().__init__()
+        self.dice = dice
+        self.share = 1 / 3
+
+    def outgoing(self, message):
+        return () if self.dice.random() < self.share else super().outgoing(message)
