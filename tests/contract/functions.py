@@ -151,8 +151,8 @@ def _max_num_blocks(args: Args) -> Any:
 
 def _extra_keys(args: Args) -> Any:
     items = args["multimodal"] or {}
-    lists = (items.get(key) or [] for key in ("hashes", "positions", "lengths"))
-    parts = item_parts(*lists, Span(args["start_token"], args["end_token"]))
+    digests, positions, lengths = (items.get(key) or [] for key in ("hashes", "positions", "lengths"))
+    parts = item_parts(digests, positions, lengths, Span(args["start_token"], args["end_token"]))
     return [[part.digest.hex(), part.offset] for part in parts]
 
 

@@ -6,10 +6,11 @@ Law: an observation that differs is excused only by a rule for its operation and
      *seed* expression gives what the case expects and whose *ours* expression gives what we returned.
 """
 
+import dataclasses
 import json
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ class Observation:
     field: str
     expected: Any
     actual: Any
-    known: Mapping[str, Any] = field(default_factory=dict)
+    known: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     step: int | None = None
     derived: bool = False
     tolerance: float = TOLERANCE

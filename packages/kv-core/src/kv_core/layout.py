@@ -85,10 +85,10 @@ class PoolShape:
 
 
 class PoolPosition(NamedTuple):
-    """Where a layer lies: the pool's absolute number and the layer's index in it."""
+    """Where a layer lies: the pool's absolute number, and which of its layers this is."""
 
     pool: int
-    index: int
+    ordinal: int
 
 
 def cache_pools(spec: CacheSpec, *, fp4: bool = False, index: IndexSpec | None = None) -> tuple[PoolShape, ...]:
