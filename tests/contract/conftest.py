@@ -22,7 +22,7 @@ def pytest_deselected(items):
     """Heavy cases that are left to `make test-long` are reported too."""
     for item in items:
         case = getattr(item, "callspec", None) and item.callspec.params.get("case")
-        if case is not None and item.path.name == "test_cases.py":
+        if case is not None and case.is_heavy and item.path.name == "test_cases.py":
             pending = Verdict("pending", reason="heavy: runs with -m long")
             item.config.stash[LINES].append(pending.line(case.file, case.name))
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from contract.case import Case, UnknownKind
 from contract.judge import RAISED, Observation
+from contract.naive_policy import naive_policy
 from kv_core.content import BlockContent, ItemPart, chop, item_parts
 from kv_core.errors import FerryError
 from kv_core.retention import RangeRetention, RetentionConfig
@@ -203,5 +204,6 @@ HELPERS: dict[str, Any] = {
     "float_32": float_32,
     "fraction": lambda number: Fraction(str(number)),
     "max_blocks": _seed_requirement,
+    "naive_policy": naive_policy,
 }
 """What rules may use beside their case's values."""
