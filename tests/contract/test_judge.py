@@ -41,12 +41,7 @@ UNSEEN = [
     ),
     ("core-D21", function_case("make_retention_config", {"error": False}, ranges=[], decode_priority=101)),
     ("core-D27", function_case("calculate_max_attention_window", 106, **WINDOW, block_capacity=7)),
-    (
-        "core-D28",
-        function_case(
-            "calculate_max_num_blocks", {"64": [32, 3]}, cache_size_bytes_per_token_per_window={"64": 8}, **MEMORY
-        ),
-    ),
+    ("core-D28", function_case("calculate_max_num_blocks", {"64": [32, 3]}, **MEMORY)),
     (
         "core-D45",
         function_case(
