@@ -35,13 +35,11 @@ def test_every_element_arrives_in_its_place(seeds):
         assert misplaced(receiver, tokens) == 0, f"seed={seed}"
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [seed for seed in range(25) if random_pair(seed).tokens])
 def test_one_wrong_byte_shows(seed):
     """Negative control: any single bit flipped on the wire."""
     sender, receiver, tokens = worlds(seed)
     moves = list(chunks_between(sender, receiver, random_pair(seed), spread=0))
-    if not moves:
-        pytest.skip("this pair moves nothing")
     random = Random(seed)
     for number in {0, len(moves) - 1, random.randrange(len(moves))}:
         dense, concat = moves[number]
