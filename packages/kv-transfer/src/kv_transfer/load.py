@@ -46,7 +46,8 @@ class Load:
     num_scatters: int = 0
     num_bytes: int = 0
     num_chunks: int = 0
-    is_second_try: bool = False
+    first_failure: str = ""
+    """Why the load is tried a second time; empty the first time."""
     card_of: Incarnation | None = None
     """The run whose card was taken from memory; None if it was asked for."""
     outcome: str | None = None

@@ -89,7 +89,7 @@ class Loads:
             return
         if is_outdated and self._may_try_again(load):
             logger.info("request %s: asking for a new card: %s", load.order.request_id, why)
-            self._try_again(load)
+            self._try_again(load, why)
         else:
             self._decide(load, why)
 
@@ -105,7 +105,7 @@ class Loads:
     def _resolve(self, load: Load) -> None:
         door, wanted = (load.order.host, load.order.port), load.order.incarnation
         card = self.directory.known(door, wanted)
-        if card is not None and not load.is_second_try:
+        if card is not None and not load.first_failure:
             load.card_of = card.incarnation
             self._open(load, card)
         else:
@@ -155,12 +155,12 @@ class Loads:
 
     def _may_try_again(self, load: Load) -> bool:
         has_moved = load.num_scatters or load.num_chunks
-        return load.card_of is not None and not load.is_second_try and not has_moved and not self._is_closing
+        return load.card_of is not None and not load.first_failure and not has_moved and not self._is_closing
 
-    def _try_again(self, load: Load) -> None:
+    def _try_again(self, load: Load, why: str) -> None:
         assert load.card_of is not None
         self.directory.forget((load.order.host, load.order.port), load.card_of)
-        load.is_second_try = True
+        load.first_failure = why
         outdated, load.sessions = load.sessions, []
         for session in outdated:
             self.receiver.fail(session)
@@ -174,6 +174,8 @@ class Loads:
 
     def _decide(self, load: Load, outcome: str) -> None:
         """The load's one outcome; whatever still runs for it is ended."""
+        if outcome and load.first_failure:
+            outcome = f"{outcome} (second try; the first: {load.first_failure})"
         if not load.decide(outcome):
             return
         if load.deadline is not None:

@@ -300,4 +300,8 @@ class Peers:
             self._by_route.pop(peer.route, None)
         if peer.agent_name is not None:
             del self._by_agent[peer.agent_name]
-            self._room.agent.remove_peer(peer.agent_name)
+            try:
+                self._room.agent.remove_peer(peer.agent_name)
+            except FerryError as error:
+                # Its tickets end with the agent, which is closed or failing; nobody else may be kept from the news.
+                logger.warning("the agent did not forget %s: %s", peer, error)

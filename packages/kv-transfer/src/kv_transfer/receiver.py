@@ -7,7 +7,6 @@ Law: memory is granted only after Ready. A session that ends with memory granted
 """
 
 import logging
-import secrets
 from functools import partial
 from typing import Protocol
 
@@ -68,7 +67,7 @@ class Receiver:
         """A session for this part of the load; raises ValueError if no chunk can hold a unit of the peer's cache."""
         chunk_bytes = min(self._room.identity.card.max_chunk_bytes, peer.card.max_chunk_bytes)
         ask = Ask(
-            session=SessionId(secrets.token_hex(16)),
+            session=self._room.new_session(),
             incarnation=peer.key.incarnation,
             transfer_id=load.order.transfer_id,
             prompt_key=load.order.prompt_key,

@@ -1,17 +1,18 @@
 """What every part of one rank's session layer shares.
 
 Out: Room, handed to peers, sender and receiver when they are made.
-Law: everything in it is used in the reactor's thread, or may be used in any. Clock, wire, agent and mover are
-     arguments, so a test may put in its own and turn the clock by hand.
+Law: everything in it is used in the reactor's thread, or may be used in any. Clock, wire, agent, mover and
+     the source of names are arguments, so a test may put in its own and turn the clock by hand.
 """
 
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from kv_core.ids import Incarnation, InstanceId
+from kv_core.ids import Incarnation, InstanceId, SessionId
 from kv_transfer.agent.base import Agent
 from kv_transfer.agent.cards import AgentCard
 from kv_transfer.config import TransferConfig
@@ -43,6 +44,11 @@ class Identity:
         return f"rank {self.card.rank} of {self.instance} ({self.incarnation})"
 
 
+def random_session() -> SessionId:
+    """A name that nobody can guess, and no other session has."""
+    return SessionId(secrets.token_hex(16))
+
+
 class Copies(Protocol):
     """A queue of copies, of which each end is posted to the reactor (see `mover.Mover`)."""
 
@@ -64,3 +70,4 @@ class Room:
     faults: Faults
     agent: Agent
     copies: Copies
+    new_session: Callable[[], SessionId] = random_session

@@ -54,7 +54,7 @@ class Timers:
         return timer
 
     def after_running(self, span_s: float, run: Callable[[], None]) -> None:
-        """Run the callback once this thread has really been running for `span_s`, without being stopped in between.
+        """Run the callback after `span_s`, the last half of which this thread has really been running.
 
         Why: a stopped process takes in what waits in its sockets only after it goes on, whatever the clock says.
         """
@@ -82,7 +82,7 @@ class Timers:
 
 
 class _Endurance:
-    """Ticks on time, one after the other; a tick that comes late begins the count anew."""
+    """Ticks, one after the other; after one that comes late at least half of them are still to come."""
 
     def __init__(self, timers: Timers, period_s: float, run: Callable[[], None]) -> None:
         self._timers = timers
@@ -92,9 +92,8 @@ class _Endurance:
         self._due = timers.clock()
 
     def tick(self) -> None:
-        late_s = self._timers.clock() - self._due
-        if late_s > GRACE_TICKS * self._period_s / 2:
-            self._left = GRACE_TICKS
+        if self._timers.clock() - self._due > self._period_s:
+            self._left = max(self._left, GRACE_TICKS // 2)
         if self._left == 0:
             self._run()
             return

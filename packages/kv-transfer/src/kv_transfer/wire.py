@@ -41,6 +41,8 @@ RECONNECT_MS: Final = 100
 RECONNECT_LIMIT_MS: Final = 2000
 PROBE_TIMEOUT_S: Final = 1.0
 MAX_PACKETS_A_TURN: Final = 64
+MAX_QUEUED: Final = 16_384
+"""Messages that one connection may hold in each direction; more are lost, and said again by whoever needs them."""
 
 _HOST: Final = re.compile(r"[A-Za-z0-9_.:%\-]{1,253}\Z")
 
@@ -219,6 +221,7 @@ class ZmqWire:
         made = self._context.socket(kind)
         made.ipv6 = True
         made.maxmsgsize = self._config.max_message_bytes
+        made.sndhwm = made.rcvhwm = MAX_QUEUED
         return made
 
 
