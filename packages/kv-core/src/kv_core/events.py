@@ -1,16 +1,17 @@
-"""What happened to the cache, for readers outside of the engine's thread (core spec 12).
+"""What happened to the cache, as values for readers outside of the engine's thread (core spec 12).
 
-In:  changes, from the engine's thread; calls to `flush` once a step.
-Out: events, taken by any thread.
+In:  changes of the tree.
+Out: `Event` values.
 Law: replaying all events gives the blocks of the tree with their tier and priority. Event ids count over all windows.
-     Memory is bounded: what does not fit is dropped as a whole and a `Reset` stands in its place, after which a reader
-     needs a snapshot (core spec D52).
+     After a `Reset` a reader needs a snapshot (core spec D52).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kv_core.keys import BlockKey, Scope
+from kv_core.token_log import unpacked
 
 
 class Change(NamedTuple):
@@ -37,13 +38,39 @@ class Created:
     num_blocks: tuple[int, ...]
 
 
+class StoredPiece(NamedTuple):
+    """Consecutive blocks that entered the tree with one tier and priority; `content` holds `width` bytes a token."""
+
+    keys: tuple[BlockKey, ...]
+    content: bytes
+    width: int
+    tokens_per_block: int
+    tier: int
+    priority: int
+
+    def blocks(self) -> Iterator[StoredBlock]:
+        """The blocks one by one."""
+        size = self.tokens_per_block * self.width
+        for at, key in enumerate(self.keys):
+            tokens, extra_ids = unpacked(self.content[at * size : (at + 1) * size], self.width)
+            yield StoredBlock(key, tokens, extra_ids, self.tier, self.priority)
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A chain of blocks entered the tree under `parent` (None: the root of `scope`)."""
+    """A chain of blocks entered the tree under `parent` (None: the root of `scope`).
+
+    The pieces are what the engine's thread has at hand; `blocks` spells them out, at the cost of whoever reads.
+    """
 
     parent: BlockKey | None
     scope: Scope
-    blocks: tuple[StoredBlock, ...]
+    pieces: tuple[StoredPiece, ...]
+
+    @property
+    def blocks(self) -> tuple[StoredBlock, ...]:
+        """The blocks of the chain, first block first."""
+        return tuple(block for piece in self.pieces for block in piece.blocks())
 
 
 @dataclass(frozen=True, slots=True)

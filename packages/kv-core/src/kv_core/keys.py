@@ -16,12 +16,13 @@ of what is hashed, so that a block's key does not depend on the block size of th
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Final, NewType
 
 from kv_core.errors import CallerError
+from kv_core.spans import Span
 
 BlockKey = NewType("BlockKey", bytes)
 """32 bytes that name a block's content, or a whole prompt's."""
@@ -31,7 +32,10 @@ TOKEN_BYTES: Final = 4
 
 _SCOPE_TAG: Final = b"kvferry scope 1\0"
 _BLOCK_TAG: Final = b"kvferry block 1\0"
+_QUALIFIED_TAG: Final = b"kvferry extra ids 1\0"
 _PROMPT_TAG: Final = b"kvferry prompt 1\0"
+_SIZE: Final = struct.Struct("<Q").pack
+_NO_ITEMS: Final = _SIZE(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +63,41 @@ def block_keys(tokens: Sequence[int], scope: Scope, tokens_per_block: int) -> li
     """
     if tokens_per_block < 1:
         raise CallerError(f"a block holds at least one token: tokens_per_block={tokens_per_block}")
-    packed = _packed(tokens)
+    stop = len(tokens) // tokens_per_block
+    items = encoded_items(scope, tokens_per_block)
+    return chain_keys(scope_key(scope), _packed(tokens), tokens_per_block * TOKEN_BYTES, Span(0, stop), items)
+
+
+def chain_keys(
+    parent: BlockKey,
+    content: bytes,
+    block_bytes: int,
+    ordinals: Span,
+    items: Mapping[int, bytes],
+    *,
+    plain: bool = True,
+) -> list[BlockKey]:
+    """The keys of the blocks `ordinals` of some content, behind a block (or scope) of key `parent`.
+
+    The last block may be shorter. `items` are those of `encoded_items`. Not `plain`: 16 bytes a token, as TokenLog packs
+    tokens with extra ids.
+    """
+    tag = _BLOCK_TAG if plain else _QUALIFIED_TAG
     keys: list[BlockKey] = []
-    parent = _scope_key(scope)
-    for start in range(0, len(tokens) - tokens_per_block + 1, tokens_per_block):
-        stop = start + tokens_per_block
-        parent = _digest(
-            _BLOCK_TAG, parent, packed[start * TOKEN_BYTES : stop * TOKEN_BYTES], _items(scope, start, stop)
-        )
+    for at in ordinals:
+        block = content[at * block_bytes : (at + 1) * block_bytes]
+        encoded = items.get(at, _NO_ITEMS) if items else _NO_ITEMS
+        parent = BlockKey(sha256(tag + parent + _SIZE(len(block)) + block + encoded).digest())
         keys.append(parent)
     return keys
+
+
+def encoded_items(scope: Scope, tokens_per_block: int) -> dict[int, bytes]:
+    """The items that start in each block: their number, then (offset in the block, length, digest) in a fixed order."""
+    starts: dict[int, list[tuple[int, bytes]]] = {}
+    for digest, start in scope.extras:
+        starts.setdefault(start // tokens_per_block, []).append((start % tokens_per_block, digest))
+    return {ordinal: _encoded(sorted(items)) for ordinal, items in starts.items()}
 
 
 def prompt_key(tokens: Sequence[int], scope: Scope) -> BlockKey:
@@ -79,7 +108,12 @@ def prompt_key(tokens: Sequence[int], scope: Scope) -> BlockKey:
     items = _items(scope, 0, len(tokens))
     if len(items) != len(scope.extras):
         raise CallerError(f"an item starts behind the prompt: num_tokens={len(tokens)}, starts={_starts(scope)}")
-    return _digest(_PROMPT_TAG, _scope_key(scope), _packed(tokens), items)
+    return BlockKey(sha256(_PROMPT_TAG + scope_key(scope) + _sized(_packed(tokens)) + _encoded(items)).digest())
+
+
+def scope_key(scope: Scope) -> BlockKey:
+    """The key that stands before the first block: adapter and salt."""
+    return BlockKey(sha256(_SCOPE_TAG + _optional(scope.lora) + _optional(scope.salt)).digest())
 
 
 def _packed(tokens: Sequence[int]) -> bytes:
@@ -98,16 +132,8 @@ def _starts(scope: Scope) -> list[int]:
     return [start for _, start in scope.extras]
 
 
-def _scope_key(scope: Scope) -> BlockKey:
-    return BlockKey(sha256(_SCOPE_TAG + _optional(scope.lora) + _optional(scope.salt)).digest())
-
-
-def _digest(tag: bytes, parent: BlockKey, packed_tokens: bytes, items: list[tuple[int, bytes]]) -> BlockKey:
-    digest = sha256(tag + parent + _sized(packed_tokens))
-    digest.update(struct.pack("<Q", len(items)))
-    for offset, item in items:
-        digest.update(struct.pack("<Q", offset) + _sized(item))
-    return BlockKey(digest.digest())
+def _encoded(items: list[tuple[int, bytes]]) -> bytes:
+    return _SIZE(len(items)) + b"".join(_SIZE(offset) + _sized(digest) for offset, digest in items)
 
 
 def _optional(text: str | None) -> bytes:
@@ -115,4 +141,4 @@ def _optional(text: str | None) -> bytes:
 
 
 def _sized(content: bytes) -> bytes:
-    return struct.pack("<Q", len(content)) + content
+    return _SIZE(len(content)) + content

@@ -18,45 +18,43 @@ One step of an engine (core spec 8.1):
     flush_events()
 """
 
-from collections.abc import Callable, Sequence
+import time
+from collections import abc
 
+from kv_core import inspection, pins, victims
 from kv_core.config import ManagerConfig
+from kv_core.dry_run import DryRun
+from kv_core.errors import CallerError
 from kv_core.events import Event
 from kv_core.ids import BlockId, BlockOrdinal, RequestId
 from kv_core.keys import BlockKey
-from kv_core.request import Admission, BlockView, ExternalCache, Lookup, MissingPrefix, Request
+from kv_core.pins import Pin
+from kv_core.registry import Registry
+from kv_core.request import Admission, BlockView, ExternalCache, Lookup, MissingPrefix, Probe, Request
+from kv_core.sequence import Table
+from kv_core.spans import ceil_div
 from kv_core.stats import ManagerStats
 from kv_core.tiers import CopyOrder, Tier
-
-
-class Pin:
-    """Blocks kept beyond their request, until `unpin`. Opaque; it belongs to the manager that gave it.
-
-    `block_ids` lists the pinned blocks of each window.
-    """
-
-    block_ids: dict[int, tuple[BlockId, ...]]
-
-
-class DryRun:
-    """What would be free if some requests ended, without ending them (core spec 10.1)."""
-
-    def release(self, request_id: RequestId) -> None:
-        """Suppose that this request ends. CallerError if unknown or already supposed to end."""
-        raise NotImplementedError
-
-    def num_free(self, window: int) -> int:
-        """Free device blocks of the window then."""
-        raise NotImplementedError
+from kv_core.window import Window
 
 
 class KVCacheManager:
     """All windows of one cache. `clock_ms` gives monotonic milliseconds; tests turn it by hand."""
 
     def __init__(
-        self, config: ManagerConfig, *, clock_ms: Callable[[], int] | None = None, external: ExternalCache | None = None
+        self,
+        config: ManagerConfig,
+        *,
+        clock_ms: abc.Callable[[], int] | None = None,
+        external: ExternalCache | None = None,
     ) -> None:
-        raise NotImplementedError
+        self.config = config
+        self._registry = Registry(config, clock_ms or _monotonic_ms, external)
+        self._events = self._registry.events
+        self._pins: dict[Pin, None] = {}
+        if self._events is not None:
+            for window in config.windows:
+                self._events.created(window.window, window.num_blocks)
 
     # Requests.
 
@@ -66,31 +64,39 @@ class KVCacheManager:
         None if there are not enough free blocks now. Raises CapacityError if the request exceeds `max_sequence_length`
         or more blocks than a window has, CallerError for an id that is present or a beam width out of range.
         """
-        raise NotImplementedError
+        self._registry.check_capacity(request, beam_width)
+        return self._registry.admit(self._registry.begin(request, beam_width))
 
-    def add_all(self, requests: Sequence[Request]) -> list[Admission | None]:
-        """Admit several requests of one step: what any of them finds is claimed before blocks are taken (D36)."""
-        raise NotImplementedError
+    def probe(self, request: Request, *, beam_width: int = 1) -> Probe:
+        """What `add` would find and cost now; raises what `add` raises."""
+        return self._registry.probe(request, beam_width)
 
     def grow(self, request_id: RequestId, num_tokens: int = 1) -> bool:
         """Make room for `num_tokens` more tokens; a sliding window lets go of blocks that it no longer reads.
 
         False if there are not enough free blocks now. CapacityError beyond `max_sequence_length`.
         """
-        raise NotImplementedError
+        sequence = self._registry.find(request_id)
+        length = sequence.num_tokens + num_tokens
+        if num_tokens > 0 and length <= sequence.room:
+            sequence.num_tokens = length
+            return True
+        return self._registry.grow(sequence, num_tokens)
 
-    def extend(self, request_id: RequestId, tokens: Sequence[int]) -> None:
+    def extend(self, request_id: RequestId, tokens: abc.Sequence[int]) -> None:
         """Tell which tokens follow those told so far (generated tokens; extra ids are 0). Room is made by `grow`."""
-        raise NotImplementedError
+        log = self._registry.find(request_id).log
+        if log is not None:
+            log.extend(tokens)
 
-    def rewind(self, request_id: RequestId, num_tokens: int) -> None:
+    def rewind(self, request_id: RequestId, num_tokens: int) -> bool:
         """Take back the last `num_tokens` tokens: rejected drafts. Blocks without tokens become free first in line.
 
-        Told tokens beyond the new length are forgotten. CallerError with beams, beyond the start, or if a sliding
-        window has let go of what it would need again (keep `max_rewind`, core spec D7). If the last block is published,
-        it is replaced by a private copy, since decoding will write to it.
+        Told tokens beyond the new length are forgotten. If the block that decoding goes on in is published and others
+        may read it, it is replaced by a private copy; False if there is no block for that now. CallerError with beams,
+        beyond the start, or if a sliding window let go of what it would need again (keep `max_rewind`, core spec D7).
         """
-        raise NotImplementedError
+        return self._registry.rewind(self._registry.find(request_id), num_tokens)
 
     def publish(self, request_id: RequestId, num_filled: int | None = None, *, partial: bool = False) -> int:
         """Make full blocks of the first `num_filled` tokens findable (default: all told tokens but the last, D64).
@@ -100,132 +106,183 @@ class KVCacheManager:
         new, not what was published before. Returns the number of blocks, over all windows, that entered the tree.
         With beams only the blocks that all beams share (D61). Dummies and requests without tokens publish nothing.
         """
-        raise NotImplementedError
+        return self._registry.publish(self._registry.find(request_id), num_filled, partial=partial)
 
     def release(
-        self,
-        request_id: RequestId,
-        *,
-        publish: bool = True,
-        num_filled: int | None = None,
-        pin: bool = False,
+        self, request_id: RequestId, *, publish: bool = True, num_filled: int | None = None, pin: bool = False
     ) -> Pin | None:
         """End a request: publish all it filled (partial last block included), give its blocks up, last block first.
 
         With `pin` the blocks stay held and the Pin is returned.
         """
-        raise NotImplementedError
+        sequence = self._registry.find(request_id)
+        if publish:
+            self._registry.publish(sequence, num_filled, partial=True)
+        pinned = self.pin(request_id) if pin else None
+        for window, table in self._registry.pairs(sequence):
+            window.release_table(sequence, table)
+        del self._registry.sequences[request_id]
+        return pinned
 
     def pin(self, request_id: RequestId) -> Pin:
         """Keep the blocks that the request has now, whatever becomes of it."""
-        raise NotImplementedError
+        pairs = self._registry.pairs(self._registry.find(request_id))
+        block_ids = {
+            window.size: tuple(BlockId(block_id) for block_id in table.private_ids(table.start, table.stop))
+            for window, table in pairs
+        }
+        pin = Pin([pins.pin_table(window, table) for window, table in pairs], block_ids)
+        self._pins[pin] = None
+        return pin
 
     def unpin(self, pin: Pin) -> None:
         """Give a pin's blocks up. CallerError if that was done before."""
-        raise NotImplementedError
+        if pin not in self._pins:
+            raise CallerError("this pin was given back before, or another manager gave it")
+        del self._pins[pin]
+        for held in pin.held:
+            pins.unpin(held)
 
     def make_writable(self, request_id: RequestId, ordinal: BlockOrdinal) -> bool:
-        """Replace a block that others may read by a private copy in every window (core spec D49). False: not now."""
-        raise NotImplementedError
+        """Give every beam its own copies of the blocks from `ordinal` on that others may read (core spec 8.7, D49).
+
+        False if there are not enough free blocks now. CallerError for a block that the request does not have.
+        """
+        return self._registry.make_writable(self._registry.find(request_id), ordinal)
 
     # Questions.
 
-    @property
-    def config(self) -> ManagerConfig:
-        raise NotImplementedError
-
     def num_tokens(self, request_id: RequestId) -> int:
         """Tokens that the request has room for."""
-        raise NotImplementedError
+        return self._registry.find(request_id).num_tokens
 
     def block_ids(self, request_id: RequestId, window: int, beam: int = 0) -> list[BlockId | None]:
         """The request's table, a copy. None where a sliding window holds no block any more."""
-        raise NotImplementedError
+        return self._table(request_id, window, beam)[1].beam_ids(beam)
 
     def slots(self, request_id: RequestId, window: int, beam: int = 0) -> list[int | None]:
         """The same as device slots, which is what pools are indexed with; ids and slots differ once tiers are used."""
-        raise NotImplementedError
+        ours, table = self._table(request_id, window, beam)
+        place = ours.pool.place
+        return [None if block_id is None else place(block_id).slot for block_id in table.beam_ids(beam)]
 
     def generation(self, window: int, block_id: BlockId) -> int:
-        """How often the block's content has been given up. Equal: still the same content."""
-        raise NotImplementedError
+        """How often the block's content has been given up since somebody first asked. Equal: still the same content."""
+        return self._registry.window(window).pool.generation(block_id)
 
     def num_free(self, window: int | None = None, tier: Tier = Tier.DEVICE) -> int:
         """Blocks that can be taken: empty ones and cached ones that nobody holds. Without window: the sum."""
-        raise NotImplementedError
+        windows = self._registry.windows if window is None else [self._registry.window(window)]
+        return sum(ours.queues[tier].num_free for ours in windows)
 
     def block_keys(self, request_id: RequestId) -> list[BlockKey]:
         """256-bit keys of the full blocks of all told tokens; made once and then extended."""
-        raise NotImplementedError
-
-    def num_cached(self, request: Request) -> int:
-        """Prompt tokens that `add` would find now. Volatile."""
-        raise NotImplementedError
+        sequence = self._registry.find(request_id)
+        log, size = sequence.log, self.config.tokens_per_block
+        return [] if log is None else list(self._registry.keys(sequence, log, len(log) // size))
 
     def lookup(self, request: Request, window: int) -> Lookup:
         """The cached blocks of all `request.tokens`: whole blocks, only the last one in part (core spec D9)."""
-        raise NotImplementedError
+        ours = self._registry.window(window)
+        sequence = self._registry.begin(request)
+        root = sequence.tables[self._registry.sizes[window]].root
+        found = Lookup(0, ()) if sequence.log is None else inspection.lookup(ours, root, sequence.log)
+        self._registry.forget(sequence)
+        return found
 
     def missing_prefix(self, request: Request) -> MissingPrefix | None:
         """The prompt up to its first full block that is missing in some window; None if there is none (D43)."""
-        raise NotImplementedError
+        return self._registry.missing_prefix(request)
 
     def dry_run(self) -> DryRun:
         """Begin to suppose that requests end."""
-        raise NotImplementedError
+        return DryRun(self._registry.windows, self._registry.find)
 
     def stats(self) -> ManagerStats:
         """Counters now."""
-        raise NotImplementedError
+        ours = self._registry
+        windows = tuple(inspection.window_stats(window) for window in ours.windows)
+        return ManagerStats(windows, ours.num_input, ours.num_cached, ours.num_external)
 
     # Time, tiers, events.
 
     def refresh(self) -> int:
         """Let priorities fall back whose time is over; the number of blocks concerned."""
-        raise NotImplementedError
+        return sum(window.refresh() for window in self._registry.windows)
 
     def take_copies(self) -> tuple[CopyOrder, ...]:
         """Copies ordered since the last call; execute them before the model runs."""
-        raise NotImplementedError
+        return self._registry.copies.take()
 
     def copies_done(self, below: int) -> None:
         """All copies with an id less than `below` have ended."""
-        raise NotImplementedError
+        self._registry.copies.done(below)
 
     def offload(self, window: int, block_id: BlockId) -> bool:
-        """Move one block a tier down; False if there is no room or blocks of its tier depend on it (core spec D6)."""
-        raise NotImplementedError
+        """Move one block a tier down. False if it is held, not in the tree, or has no room there, or if blocks of its
+        tier depend on it (core spec D6).
+        """
+        ours = self._registry.window(window)
+        ours.pool.place(block_id)
+        found = inspection.find(ours, block_id)
+        return found is not None and victims.offload(ours, inspection.isolate(ours, *found))
 
     def onboard(self, window: int, block_id: BlockId) -> bool:
-        """Bring one block back to the device; False if there is no room."""
-        raise NotImplementedError
+        """Bring one block to the device. False if there is no room, or if the block before it is not there yet."""
+        ours = self._registry.window(window)
+        if ours.pool.place(block_id).tier == Tier.DEVICE:
+            return True
+        found = inspection.find(ours, block_id)
+        return found is not None and victims.onboard(ours, inspection.isolate(ours, *found))
 
     def flush_events(self) -> None:
         """Hand the events of this step to the readers."""
-        raise NotImplementedError
+        if self._events is not None:
+            self._events.flush()
 
     def take_events(self, timeout_s: float | None = 0.0) -> list[Event]:
         """All events flushed since the last call; waits up to `timeout_s` (None: until some come or `close`)."""
-        raise NotImplementedError
+        return [] if self._events is None else self._events.take(timeout_s)
 
     def snapshot(self) -> list[Event]:
-        """`Stored` events (without ids of their own) that tell the whole tree, for a reader after a `Reset`."""
-        raise NotImplementedError
+        """`Stored` events (all with id 0) that tell the whole tree, for a reader after a `Reset`; needs events on."""
+        return [event for window in self._registry.windows for event in inspection.snapshot(window)]
 
     def close(self) -> None:
         """Wake all readers of events; no more will come."""
-        raise NotImplementedError
+        if self._events is not None:
+            self._events.close()
 
     # Inspection: as costly as the tree is large.
 
     def inspect(self, window: int, block_id: BlockId) -> BlockView:
         """One block as it is now."""
-        raise NotImplementedError
+        ours = self._registry.window(window)
+        return inspection.inspect(ours, block_id, self._registry.tables(ours))
 
-    def set_priority(self, window: int, block_id: BlockId, priority: int) -> None:
-        """Write a priority; the block's place among the free ones changes when it is next released."""
-        raise NotImplementedError
+    def set_priority(self, window: int, block_id: BlockId, priority: int) -> bool:
+        """Write the priority of a published block; False if it is not published.
+
+        Its place among the free ones changes when it is next released.
+        """
+        return inspection.set_priority(self._registry.window(window), block_id, priority)
 
     def check(self) -> None:
         """Prove all invariants; AssertionError names the broken law. Linear in everything."""
-        raise NotImplementedError
+        for at, window in enumerate(self._registry.windows):
+            inspection.check_window(window, list(self._registry.tables(window)), [pin.held[at] for pin in self._pins])
+        for sequence in self._registry.sequences.values():
+            assert sequence.room == self._registry.room(sequence), "law: room is up to date"
+            for window, table in self._registry.pairs(sequence):
+                num_blocks = ceil_div(sequence.num_tokens, window.tokens_per_block)
+                assert table.stop == num_blocks, "law: a table has the blocks of its tokens"
+
+    def _table(self, request_id: RequestId, window: int, beam: int) -> tuple[Window, Table]:
+        sequence, ours = self._registry.find(request_id), self._registry.window(window)
+        if not 0 <= beam < sequence.beam_width:
+            raise CallerError(f"no such beam: ours={sequence.beam_width}, theirs={beam}")
+        return ours, sequence.tables[self._registry.sizes[window]]
+
+
+def _monotonic_ms() -> int:
+    return time.monotonic_ns() // 1_000_000

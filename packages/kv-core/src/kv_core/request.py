@@ -24,7 +24,8 @@ class Request:
 
     `tokens` are those that the cache is made of: the prompt, or the encoder's tokens in a cross cache. A token is 32
     bits; -1 and 0xFFFFFFFF are one token. Without tokens, `num_tokens` says how many there are, and nothing is shared.
-    `extra_ids` qualify the tokens one by one. A dummy is neither matched with an external cache nor published.
+    `extra_ids` qualify the tokens one by one. With `max_new_tokens` a request is refused at once that could never end, for
+    want of blocks or of length. A dummy is neither matched with an external cache nor published.
     """
 
     request_id: RequestId
@@ -34,10 +35,13 @@ class Request:
     extra_ids: Sequence[int] | None = None
     retention: RetentionConfig | None = None
     is_dummy: bool = False
+    max_new_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if self.tokens is None and (self.extra_ids is not None or self.num_tokens < 1):
-            raise CallerError(f"without tokens a request has a length and no extra ids: {self}")
+        if self.length < 1:
+            raise CallerError(f"a request has at least one token: {self.request_id!r}")  # core spec D24
+        if self.tokens is None and self.extra_ids is not None:
+            raise CallerError(f"extra ids qualify tokens, and there are none: {self.request_id!r}")
         if self.extra_ids is not None and self.tokens is not None and len(self.extra_ids) != len(self.tokens):
             raise CallerError(f"one extra id a token: tokens={len(self.tokens)}, extra_ids={len(self.extra_ids)}")
 
@@ -63,6 +67,24 @@ class RequestStats(NamedTuple):
     def hit_rate(self) -> float:
         """Reused positions over all; 0 if there are none."""
         return self.reused / (self.reused + self.missed) if self.reused else 0.0
+
+
+class Probe(NamedTuple):
+    """What admitting a request would find and cost now; volatile.
+
+    By window: `num_needed` blocks would be taken, `num_available` are free and not part of the match, and the number of
+    free blocks would fall by `num_used`, claimed ones included.
+    """
+
+    num_cached: int
+    num_needed: dict[int, int]
+    num_available: dict[int, int]
+    num_used: dict[int, int]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the request would be admitted."""
+        return all(self.num_needed[window] <= free for window, free in self.num_available.items())
 
 
 class Admission(NamedTuple):
@@ -119,7 +141,6 @@ class BlockView(NamedTuple):
 
     tier: int
     slot: int
-    generation: int
     priority: int
     held: bool
     published: bool

@@ -1,0 +1,167 @@
+"""Which free block is given up next (core spec 5).
+
+In:  runs that became free, are held again, were cut or shortened.
+Out: the next victim: a run, whose last block goes first.
+Law: of the free blocks of one tier that no child on that tier depends on, the one with the lowest (priority, stamp) goes
+     first. Blocks are stamped when they become free, the last of a table first; an order may prefer some over others
+     within a priority. A block whose time is over moves behind everything that was free with the default priority.
+
+One heap entry stands for all blocks of a run. Entries are dropped lazily: an entry counts only while its run still has
+the stamp in it. A run that still has children on its tier is *parked*: out of the heap, with its stamp, until the last
+of them leaves.
+"""
+
+from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heappush
+from typing import Protocol
+
+from kv_core.config import Order
+from kv_core.retention import DEFAULT_PRIORITY
+from kv_core.runs import Run
+
+Entry = tuple[int, int, Run]
+_SLACK = 64
+
+
+class Stamps:
+    """Numbers in the order of release, growing at the back and falling at the front; shared by the tiers of a window."""
+
+    __slots__ = ("_back", "_front")
+
+    def __init__(self) -> None:
+        self._back = 0
+        self._front = 0
+
+    def behind(self, count: int) -> int:
+        """The first of `count` numbers behind all others."""
+        stamp = self._back
+        self._back += count
+        return stamp
+
+    def before(self, count: int) -> int:
+        """The first of `count` numbers before all others."""
+        self._front -= count
+        return self._front
+
+
+class VictimQueue(Protocol):
+    """The free runs of one tier."""
+
+    num_free: int
+
+    def release(self, run: Run, *, front: bool = False) -> None:
+        """All blocks of the run became free; `front`: they go first among those of their priority."""
+        ...
+
+    def claim(self, run: Run) -> None:
+        """All blocks of the run are held again, or gone."""
+        ...
+
+    def enter(self, run: Run) -> None:
+        """The run has a stamp that the queue does not know: it was cut off, shortened or parked."""
+        ...
+
+    def peek(self) -> Run | None:
+        """The run whose last block is the next victim."""
+        ...
+
+    def __iter__(self) -> Iterator[Run]:
+        """The free runs, in any order, without those that are parked."""
+        ...
+
+
+class LruQueue:
+    """Priority first, then the longest unused."""
+
+    __slots__ = ("_heap", "_leaf_first", "_limit", "_stamps", "num_free")
+
+    def __init__(self, stamps: Stamps, *, leaf_first: bool) -> None:
+        self._heap: list[Entry] = []
+        self._leaf_first = leaf_first
+        self._stamps = stamps
+        self._limit = _SLACK
+        self.num_free = 0
+
+    def release(self, run: Run, *, front: bool = False) -> None:
+        count = run.count
+        run.rank = run.priority
+        run.stamp = self._stamps.before(count) if front else self._stamps.behind(count)
+        self.num_free += count
+        heap = self._heap
+        heappush(heap, (run.rank, run.stamp, run))
+        if len(heap) > self._limit:
+            self._compact()
+
+    def claim(self, run: Run) -> None:
+        run.stamp = None
+        run.parked = False
+        self.num_free -= run.count
+
+    def enter(self, run: Run) -> None:
+        assert run.stamp is not None, "law: what enters has a place in the order"
+        run.parked = False
+        heappush(self._heap, (run.rank, run.stamp, run))
+
+    def peek(self) -> Run | None:
+        heap = self._heap
+        while heap:
+            _, stamp, run = heap[0]
+            if run.stamp != stamp:
+                heappop(heap)
+            elif self._leaf_first and run.kin:
+                run.parked = True
+                heappop(heap)
+            else:
+                return run
+        return None
+
+    def __iter__(self) -> Iterator[Run]:
+        return iter({id(run): run for _, stamp, run in self._heap if run.stamp == stamp}.values())
+
+    def _compact(self) -> None:
+        """Drop entries that no longer count when they may be more than half."""
+        self._heap = [entry for entry in self._heap if entry[2].stamp == entry[1] and not entry[2].parked]
+        heapify(self._heap)
+        self._limit = 2 * len(self._heap) + _SLACK
+
+
+class Expiries:
+    """Free runs whose priority falls back at a given time."""
+
+    __slots__ = ("_clock_ms", "_heap")
+
+    def __init__(self, clock_ms: Callable[[], int]) -> None:
+        self._clock_ms = clock_ms
+        self._heap: list[Entry] = []
+
+    def released(self, run: Run) -> None:
+        """The clock of a run starts when it becomes free, if it has a duration and something to lose."""
+        if run.duration_ms is not None and run.priority != DEFAULT_PRIORITY:
+            run.expires_at = self._clock_ms() + run.duration_ms
+            self.enter(run)
+
+    def enter(self, run: Run) -> None:
+        """A run whose stamp is not known here: it was cut off, shortened or moved to another tier."""
+        if run.expires_at is not None:
+            assert run.stamp is not None, "law: only free blocks expire"
+            heappush(self._heap, (run.expires_at, run.stamp, run))
+
+    def due(self) -> list[Run]:
+        """The runs whose time is over, earliest first; among equal ones in the order of victims."""
+        if not self._heap:
+            return []
+        now = self._clock_ms()
+        found: list[Run] = []
+        while self._heap and self._heap[0][0] <= now:
+            expires_at, stamp, run = heappop(self._heap)
+            if run.expires_at == expires_at and run.stamp == stamp:
+                run.expires_at = None
+                found.append(run)
+        return found
+
+
+def victim_queue(order: Order, stamps: Stamps, *, leaf_first: bool) -> VictimQueue:
+    """The queue that keeps `order`."""
+    if order is Order.LRU:
+        return LruQueue(stamps, leaf_first=leaf_first)
+    raise NotImplementedError(order)

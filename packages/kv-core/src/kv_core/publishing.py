@@ -1,0 +1,229 @@
+"""Making a request's blocks findable, and taking that back (core spec 4.5).
+
+In:  a table, the tokens that are filled, the keys of the blocks if anybody wants to hear of them.
+Out: runs in the tree; `stored` events; the number of blocks that entered.
+Law: what a table publishes becomes the continuation of its own path, so that one block has one place in the tree (core
+     spec D3). Where equal content is there already, the table takes over the blocks of the tree and gives its own up
+     (D30); where it is there on a lower tier or as a hole, the tree takes over the table's blocks.
+
+The cost is that of the new blocks; what was published before is not looked at again (D42).
+"""
+
+from array import array
+from typing import NamedTuple
+
+from kv_core.events import StoredPiece
+from kv_core.keys import BlockKey
+from kv_core.retention import Retention
+from kv_core.runs import Run
+from kv_core.sequence import Sequence, Table
+from kv_core.tiers import Tier
+from kv_core.token_log import TokenLog
+from kv_core.tree import next_item, run_key
+from kv_core.window import Window
+
+
+class Filled(NamedTuple):
+    """What may be published: `stop` whole blocks and `tail_tokens` tokens of the block behind them.
+
+    `keys` are those of the whole blocks and of the tail, or None if nobody listens.
+    """
+
+    stop: int
+    tail_tokens: int
+    keys: list[BlockKey] | None
+
+
+def publish(window: Window, sequence: Sequence, table: Table, filled: Filled) -> int:
+    """Enter the table's filled blocks into the tree; how many of them were new there."""
+    log = sequence.log
+    if log is None or table.stuck or not _anything_new(table, filled):
+        return 0
+    if table.partial is not None:
+        withdraw_partial(window, table)
+    chain = _Chain(window, sequence, table, log, filled.keys)
+    chain.bridge(min(table.start, filled.stop))
+    for start, stop, wish in sequence.wished(table.published, filled.stop):
+        chain.blocks(start, stop, wish)
+    chain.flush()
+    if filled.tail_tokens and table.published == filled.stop and not table.stuck:
+        chain.partial(filled)
+    return chain.num_stored
+
+
+def _anything_new(table: Table, filled: Filled) -> bool:
+    if filled.stop > table.published:
+        return True
+    if filled.stop < table.published or not filled.tail_tokens or filled.stop < table.start:
+        return False
+    width = table.root.width
+    return table.partial is None or len(table.partial.tokens) < filled.tail_tokens * width
+
+
+class _Chain:
+    """One call of `publish`: the place in the tree where the table's path ends, and what has been stored so far."""
+
+    def __init__(
+        self, window: Window, sequence: Sequence, table: Table, log: TokenLog, keys: list[BlockKey] | None
+    ) -> None:
+        self.window = window
+        self.sequence = sequence
+        self.table = table
+        self.items = log.items
+        self.content = log.content
+        self.width = log.width
+        self.block_bytes = log.width * window.tokens_per_block
+        self.keys = keys
+        self.num_stored = 0
+        self._news: list[Run] = []
+
+    def bridge(self, stop: int) -> None:
+        """Blocks before `stop` were dropped before they were published: holes lead over them."""
+        table, window = self.table, self.window
+        while table.published < stop:
+            at = table.published
+            last = min(stop, next_item(self.items, at))
+            child = self._child(at)
+            if child is None:
+                child = self._new_run(at, last, array("i"))
+            else:
+                child = self._cut_to(child, at, last)
+            window.move_anchor(table, child)
+            table.published = child.stop
+
+    def blocks(self, start: int, stop: int, wish: Retention) -> None:
+        """Publish whole blocks that have one wish."""
+        table = self.table
+        while table.published < stop and not table.stuck:
+            at = max(start, table.published)
+            last = min(stop, next_item(self.items, at))
+            child = self._child(at)
+            if child is None:
+                self._enter(self._new_run(at, last, table.ids[at - table.start : last - table.start]), wish)
+                continue
+            child = self._cut_to(child, at, last)
+            if child.is_hole:
+                child.ids = table.ids[at - table.start : child.stop - table.start]
+                self._enter(child, wish)
+            else:
+                self.flush()
+                self._take_over(child)
+
+    def partial(self, filled: Filled) -> None:
+        """Publish the block that is not full; not if an item starts in it, which could not be told from tokens."""
+        table, window = self.table, self.window
+        at = filled.stop
+        if at >= table.stop or at in self.items or at < table.start:
+            return
+        first = at * self.block_bytes
+        tokens = self.content[first : first + filled.tail_tokens * self.width]
+        if tokens in table.tail.children:
+            return
+        run = Run(table.tail, at, tokens, table.ids[at - table.start : at - table.start + 1])
+        run.is_partial = True
+        self._link(run, at + 1)
+        wishes = list(self.sequence.wished(at, at + 1))
+        run.priority, run.duration_ms = _or_default(wishes[0][2], run)
+        self._hold(run)
+        table.partial = run
+        self.num_stored += 1
+        self._news += window.pin_runs(run) if window.pins else [run]
+        self.flush()
+
+    def flush(self) -> None:
+        """Tell what was stored since the last time, as one chain."""
+        events = self.window.events
+        if events is not None and self._news:
+            parent = self._news[0].parent
+            key = parent.keys[-1] if parent is not None and parent.keys else None
+            events.stored(self.window.size, key, self.table.root.scope, [self._piece(run) for run in self._news])
+        self._news = []
+
+    def _piece(self, run: Run) -> StoredPiece:
+        keys = tuple(run.keys or ())
+        return StoredPiece(keys, run.tokens, self.width, self.window.tokens_per_block, run.tier, run.priority)
+
+    def _child(self, at: int) -> Run | None:
+        key = self.content[at * self.block_bytes : (at + 1) * self.block_bytes]
+        if self.items and at in self.items:
+            key += self.items[at]
+        return self.table.tail.children.get(key)
+
+    def _cut_to(self, child: Run, at: int, stop: int) -> Run:
+        """The part of the child that the table's content shares, as a run of its own."""
+        common = self.window.tree.common_blocks(child, self.content, at, stop, self.block_bytes)
+        return self.window.cut(child, common) if common < child.count else child
+
+    def _new_run(self, at: int, stop: int, ids: "array[int]") -> Run:
+        tokens = self.content[at * self.block_bytes : stop * self.block_bytes]
+        run = Run(self.table.tail, at, tokens, ids)
+        run.count = stop - at
+        if self.items and at in self.items:
+            run.items = self.items[at]
+        self._link(run, stop)
+        return run
+
+    def _link(self, run: Run, stop: int) -> None:
+        assert run.parent is not None
+        run.parent.adopt(run, run_key(run))
+        if self.keys is not None:
+            run.keys = self.keys[run.start : stop]
+
+    def _enter(self, run: Run, wish: Retention) -> None:
+        """Private blocks of the table have become those of a run."""
+        run.priority, run.duration_ms = _or_default(wish, run)
+        self._hold(run)
+        self.num_stored += run.count
+        self._news += self.window.pin_runs(run) if self.window.pins else [run]
+        self._advance(run)
+
+    def _hold(self, run: Run) -> None:
+        run.holders += 1
+        run.used = self.window.now
+
+    def _advance(self, run: Run) -> None:
+        self.window.move_anchor(self.table, run)
+        self.table.published = run.stop
+
+    def _take_over(self, run: Run) -> None:
+        """Equal content is in the tree: one of the two copies goes."""
+        table, window = self.table, self.window
+        own = slice(run.start - table.start, run.stop - table.start)
+        if window.pins and any(block_id in window.pins for block_id in table.ids[own]):
+            table.stuck = True
+            return
+        if run.tier == Tier.DEVICE:
+            window.release_duplicates(table.ids[own])
+            table.ids[own] = run.ids
+            window.hold(run, run.start)
+        else:
+            self._raise_up(run, table.ids[own])
+        self._advance(run)
+
+    def _raise_up(self, run: Run, ids: "array[int]") -> None:
+        """The tree takes the table's blocks for its own, which lie on a lower tier."""
+        window, tier = self.window, run.tier
+        window.queues[tier].claim(run)
+        run.expires_at = None
+        window.release_duplicates(run.ids, tier)
+        run.ids = ids
+        if window.events is not None:
+            for key in run.keys or ():
+                window.events.tier_changed(window.size, key, tier, Tier.DEVICE)
+        run.move(Tier.DEVICE)
+        self._hold(run)
+
+
+def withdraw_partial(window: Window, table: Table) -> None:
+    """The block that was published without being full is private again, before it is published anew (core spec D3)."""
+    run = table.partial
+    assert run is not None
+    window.pins_own(run)
+    window.remove(run)
+    table.partial = None
+
+
+def _or_default(wish: Retention, run: Run) -> tuple[int, int | None]:
+    if wish.priority is None:
+        return run.priority, run.duration_ms
+    return wish.priority, wish.duration_ms

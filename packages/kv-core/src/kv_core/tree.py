@@ -1,0 +1,199 @@
+"""The reuse tree of one window: runs of blocks under one root a scope.
+
+In:  the tokens of requests.
+Out: matches, which change nothing and hold nothing; linked, cut and unlinked runs.
+Law: a child begins with the bytes under which its parent knows it, and starts where its parent stops. A block that is
+     not full, and one in which items start, is a run of its own. No recursion: depth is bounded by memory only.
+"""
+
+from array import array
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
+
+from kv_core.keys import Scope
+from kv_core.runs import Run
+from kv_core.token_log import TokenLog, first_item_offset
+
+ScopeKey = tuple[str | None, str | None, int]
+
+SIBLING_REACH: Final = 16
+"""How many children on each side of a block are looked at for a partial match: bounds what many siblings cost."""
+
+
+class Root(Run):
+    """The start of all chains of one scope. It stays while it has children or a table begins at it."""
+
+    __slots__ = ("scope", "scope_key")
+
+    def __init__(self, scope: Scope, scope_key: ScopeKey) -> None:
+        super().__init__(None, 0, b"", array("i"))
+        self.scope = scope
+        self.scope_key = scope_key
+
+    @property
+    def width(self) -> int:
+        """Bytes a token."""
+        return self.scope_key[2]
+
+
+class Source(NamedTuple):
+    """A block whose first `num_tokens` tokens are wanted: number `inside` of `run`."""
+
+    run: Run
+    inside: int
+    num_tokens: int
+
+    @property
+    def block_id(self) -> int:
+        return self.run.ids[self.inside]
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether no other block follows it in the tree, and no table's path ends with it."""
+        return self.inside == self.run.count - 1 and not self.run.children and not self.run.anchors
+
+
+Eligible = Callable[[Source], bool]
+
+
+class Match(NamedTuple):
+    """How far a token path leads: `num_blocks` whole blocks, the last `inside` of them in `run`."""
+
+    run: Run
+    inside: int
+    num_blocks: int
+    source: Source | None
+
+
+class Tree:
+    """All runs of one window."""
+
+    __slots__ = ("roots", "tokens_per_block")
+
+    def __init__(self, tokens_per_block: int) -> None:
+        self.tokens_per_block = tokens_per_block
+        self.roots: dict[ScopeKey, Root] = {}
+
+    def root(self, scope: Scope, width: int) -> Root:
+        """The root of a scope, made when it is new."""
+        key = (scope.lora, scope.salt, width)
+        root = self.roots.get(key)
+        if root is None:
+            root = self.roots[key] = Root(Scope(scope.lora, scope.salt) if scope.extras else scope, key)
+        return root
+
+    def match(self, root: Run, log: TokenLog, num_tokens: int, eligible: Eligible | None) -> Match:
+        """The longest cached path of the first `num_tokens` tokens.
+
+        `eligible` says which blocks may serve in part; None: none.
+        """
+        content, items = log.content, log.items
+        block_bytes = log.width * self.tokens_per_block
+        stop = num_tokens // self.tokens_per_block
+        run, at = root, 0
+        while at < stop:
+            key = content[at * block_bytes : (at + 1) * block_bytes]
+            if items and at in items:
+                key += items[at]
+            child = run.children.get(key)
+            if child is None:
+                break
+            common = self.common_blocks(child, content, at, min(stop, next_item(items, at)), block_bytes)
+            run = child
+            at += common
+            if common < child.count:
+                break
+        inside = at - run.start
+        source = self._source(run, inside, log, at, num_tokens, eligible) if eligible else None
+        return Match(run, inside, at, source)
+
+    def common_blocks(self, run: Run, content: bytes, at: int, stop: int, block_bytes: int) -> int:
+        """How many blocks of the run equal those of the content from ordinal `at` on, before `stop`.
+
+        The first one is known to be equal.
+        """
+        count = run.count
+        if at + count <= stop and content.startswith(run.tokens, at * block_bytes):
+            return count
+        low, high = 1, min(count, stop - at)  # the first `low` are equal
+        tokens, offset = run.tokens, at * block_bytes
+        if high <= 1 or content.startswith(tokens[: high * block_bytes], offset):
+            return high
+        high -= 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if content.startswith(tokens[low * block_bytes : middle * block_bytes], offset + low * block_bytes):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _source(
+        self, run: Run, inside: int, log: TokenLog, at: int, num_tokens: int, eligible: Eligible
+    ) -> Source | None:
+        """The block that holds most of the tokens behind a match."""
+        size = self.tokens_per_block
+        block = log.content[at * size * log.width : min((at + 1) * size, num_tokens) * log.width]
+        if not block:
+            return None
+        items = log.items.get(at, b"")
+        if inside < run.count:
+            if run.is_hole:
+                return None
+            block_bytes = size * log.width
+            there = run.tokens[inside * block_bytes : (inside + 1) * block_bytes]
+            num_common = common_tokens(block, items, there, b"", log.width)
+            found = Source(run, inside, num_common)
+            return found if num_common and eligible(found) else None
+        if not run.children:
+            return None
+        return self._best_child(run, block, items, log.width, eligible)
+
+    def _best_child(self, run: Run, block: bytes, items: bytes, width: int, eligible: Eligible) -> Source | None:
+        best: Source | None = None
+        block_bytes = self.tokens_per_block * width
+        for child in run.neighbours(block, SIBLING_REACH):
+            if not child.is_hole:
+                num_common = common_tokens(block, items, child.tokens[:block_bytes], child.items, width)
+                found = Source(child, 0, num_common)
+                if num_common and (best is None or _rank(found) > _rank(best)) and eligible(found):
+                    best = found
+        return best
+
+    def runs(self) -> Iterator[Run]:
+        """All runs, parents before their children, without the roots."""
+        for root in list(self.roots.values()):
+            waiting = list(root.children.values())
+            while waiting:
+                run = waiting.pop()
+                yield run
+                waiting.extend(run.children.values())
+
+
+def run_key(run: Run) -> bytes:
+    """The bytes under which a parent knows the run."""
+    if run.count == 1:
+        return run.tokens + run.items
+    return run.tokens[: len(run.tokens) // run.count]
+
+
+def next_item(items: dict[int, bytes], at: int) -> int:
+    """The ordinal behind `at` up to which a run may reach: an item starts there, or one started in block `at`."""
+    if not items:
+        return 1 << 62
+    return at + 1 if at in items else min((ordinal for ordinal in items if ordinal > at), default=1 << 62)
+
+
+def common_tokens(block: bytes, items: bytes, other: bytes, other_items: bytes, width: int) -> int:
+    """Leading tokens of two blocks that are equal and not behind an item in which they differ (core spec D53)."""
+    size = min(len(block), len(other))
+    differing = int.from_bytes(block[:size], "big") ^ int.from_bytes(other[:size], "big")
+    common = (size - (differing.bit_length() + 7) // 8) // width
+    if items != other_items:
+        common = min(common, *(first_item_offset(found) for found in (items, other_items) if found))
+    return common
+
+
+def _rank(source: Source) -> tuple[int, int, int, int]:
+    """Most tokens, then the fastest tier, then the latest used, then the lowest id (core spec D41)."""
+    return source.num_tokens, -source.run.tier, source.run.used, -source.block_id

@@ -1,0 +1,275 @@
+"""Taking free blocks: what is given up for them, and what moves a tier down instead.
+
+In:  how many blocks of a window are wanted.
+Out: their ids, in the order of victims; copy orders; events.
+Law: victims are chosen for the whole request before any is dealt with. A block that moves down is not dropped again by
+     the same request: of those that could move, only as many as find room to stay do (core spec D63). A block is copied
+     before its slot is given to anyone. Nothing that is held, and no source of a copy to come, is ever chosen.
+
+    dropped    the block leaves the tree; its id is the one given out
+    moved      the block keeps its id and swaps slots with a free block of the tier below, whose id is given out
+"""
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kv_core.keys import BlockKey
+from kv_core.retention import DEFAULT_PRIORITY, UNSET
+from kv_core.runs import Run
+from kv_core.tiers import Tier
+from kv_core.window import IN_TRANSIT, Window
+
+
+def take(window: Window, count: int) -> "array[int]":
+    """`count` free device blocks; the caller knows that there are as many."""
+    if window.pool.has_lower_tiers and window.config.onboard:
+        room = _make_room(window, Tier.DEVICE, count, 0)
+        _tell(window, room.notes)
+        found = room.ids
+    else:
+        found = _take_plainly(window, count)
+    window.counters.allocated += count
+    window.pool.given_up(found)
+    return found
+
+
+def _take_plainly(window: Window, count: int) -> "array[int]":
+    queue = window.queues[0]
+    found = array("i")
+    wanted = count
+    while wanted:
+        run = queue.peek()
+        assert run is not None, "law: every free block can be taken"
+        taken = min(wanted, run.count)
+        if run.parent is None:
+            window.counters.fresh += taken
+        found += give_up(window, run, taken)
+        wanted -= taken
+    return found
+
+
+def give_up(window: Window, run: Run, count: int) -> "array[int]":
+    """The last `count` blocks of a free run lose their content; their ids, the last block first."""
+    ids = run.ids[-count:]
+    ids.reverse()
+    if run.parent is not None:
+        window.counters.dropped += count
+        if window.events is not None and run.keys is not None:
+            window.events.removed(window.size, run.keys[: -count - 1 : -1])
+    if run.count > count and (run.children or run.anchors):
+        window.cut(run, run.count - count)
+    if run.count > count:
+        _shorten(window, run, count)
+    else:
+        window.queues[run.tier].claim(run)
+        _vanish(window, run)
+    return ids
+
+
+def _shorten(window: Window, run: Run, count: int) -> None:
+    queue = window.queues[run.tier]
+    if run.parent is not None:
+        run.tokens = run.tokens[: len(run.tokens) // run.count * (run.count - count)]
+        if run.keys is not None:
+            del run.keys[-count:]
+    del run.ids[-count:]
+    run.count -= count
+    assert run.stamp is not None, "law: only free blocks are given up"
+    run.stamp += count
+    queue.num_free -= count
+    queue.enter(run)
+    window.expiries.enter(run)
+
+
+def _vanish(window: Window, run: Run) -> None:
+    """A run without blocks leaves the tree, or stays as a hole if something depends on its place."""
+    run.expires_at = run.duration_ms = None
+    run.priority = DEFAULT_PRIORITY
+    if run.parent is None:
+        return
+    if run.children or run.anchors:
+        run.ids = array("i")
+    else:
+        window.unlink(run)
+
+
+# With lower tiers.
+
+Note = tuple[BlockKey, int | None]
+"""What became of a block: removed (None), or moved to this tier."""
+
+
+class _Room(NamedTuple):
+    """Blocks to give out, in the order of victims, and for each of them what happened to make it free."""
+
+    ids: "array[int]"
+    notes: list[list[Note]]
+
+
+def take_and_onboard(window: Window, runs: Sequence[Run], count: int) -> "array[int]":
+    """Bring these runs of lower tiers, which the caller holds, to the device; then take `count` blocks."""
+    fresh = window.counters.fresh
+    for run in runs:
+        count_later = count + sum(other.count for other in runs if other is not run)
+        room = _make_room(window, Tier.DEVICE, run.count, count_later)
+        _tell(window, room.notes)
+        _bring(window, run, room.ids)
+    window.counters.fresh = fresh
+    return take(window, count)
+
+
+def offload(window: Window, run: Run) -> bool:
+    """Move one block of the tree, a run of its own, a tier down; False if it is held or has no room there (D6)."""
+    tier = run.tier
+    blocked = run.kin > 0 and not window.is_sliding
+    if run.holders or blocked or tier + 1 == len(Tier) or not window.queues[tier + 1].num_free:
+        return False
+    window.queues[tier].claim(run)
+    parent = run.parent
+    assert parent is not None, "law: only a block of the tree is moved"
+    run.move(IN_TRANSIT)
+    window.unpark(parent)
+    room = _Room(array("i"), [])
+    _move(window, run, tier, room)
+    _tell(window, room.notes)
+    window.release_empty(room.ids, UNSET, tier=tier)
+    return True
+
+
+def onboard(window: Window, run: Run) -> bool:
+    """Bring one block of the tree, a run of its own, to the device; False if it has no room there, or comes too soon."""
+    parent = run.parent
+    assert parent is not None, "law: only a block of the tree is moved"
+    waits_for_parent = parent.tier != Tier.DEVICE and not window.is_sliding
+    if waits_for_parent or not window.num_free:
+        return False
+    window.hold(run, run.start)
+    take_and_onboard(window, [run], 0)
+    window.let_go_one(run)
+    return True
+
+
+def _bring(window: Window, run: Run, carriers: "array[int]") -> None:
+    """Swap a run's blocks with free device blocks, which become free blocks of the tier that the run was on."""
+    tier = run.tier
+    for at, (block_id, carrier) in enumerate(zip(run.ids, carriers, strict=True)):
+        _swap(window, block_id, carrier)
+        if window.events is not None and run.keys is not None:
+            window.events.tier_changed(window.size, run.keys[at], tier, Tier.DEVICE)
+    run.move(Tier.DEVICE)
+    window.release_empty(carriers[::-1], UNSET, tier=tier)
+    window.counters.onboarded += run.count
+
+
+def _make_room(window: Window, tier: int, count: int, count_later: int) -> _Room:
+    """Free `count` blocks of a tier; `count_later` more will be wanted by the same request."""
+    runs = _choose(window, tier, count)
+    num_movable = sum(run.count for run in runs if _can_move(window, run, tier))
+    room = _Room(array("i"), [])
+    for run in runs:
+        if not _can_move(window, run, tier):
+            _drop(window, run, room)
+            continue
+        num_movable -= run.count
+        num_moved = min(run.count, max(0, window.queues[tier + 1].num_free - num_movable - count_later))
+        upper = window.cut(run, num_moved) if 0 < num_moved < run.count else run
+        if upper is not run or not num_moved:
+            _drop(window, run, room)
+        if num_moved:
+            _move(window, upper, tier, room)
+    return room
+
+
+def _choose(window: Window, tier: int, count: int) -> list[Run]:
+    """Take the next `count` victims of a tier out of its queue, each piece as a run of its own."""
+    queue = window.queues[tier]
+    chosen: list[Run] = []
+    while count:
+        run = queue.peek()
+        assert run is not None, "law: every free block can be taken"
+        taken = min(count, run.count)
+        count -= taken
+        if run.parent is None:
+            window.counters.fresh += taken if tier == Tier.DEVICE else 0
+            chosen.append(Run(None, 0, b"", give_up(window, run, taken)[::-1]))
+            continue
+        if taken < run.count:
+            window.cut(run, run.count - taken)
+        queue.claim(run)
+        parent = run.parent
+        run.move(IN_TRANSIT)
+        window.unpark(parent)
+        chosen.append(run)
+    return chosen
+
+
+def _can_move(window: Window, run: Run, tier: int) -> bool:
+    """Whether a victim goes down a tier: it is wanted, or what is below depends on it (core spec D37)."""
+    if run.parent is None or tier + 1 == len(window.pool.num_blocks) or not window.pool.num_blocks[tier + 1]:
+        return False
+    return run.priority >= window.config.offload_min_priority or bool(run.children)
+
+
+def _drop(window: Window, run: Run, room: _Room) -> None:
+    """The blocks of a chosen run lose their content, and in a window that does not slide all that depends on them."""
+    lost: list[Note] = []
+    if run.children and not window.is_sliding:
+        lost = _drop_descendants(window, run)
+    if run.parent is not None:
+        window.counters.dropped += run.count
+    notes: list[list[Note]] = [[(key, None)] for key in reversed(run.keys or ())] or [[] for _ in run.ids]
+    notes[0] = lost + notes[0]
+    room.ids.extend(run.ids[::-1])
+    room.notes.extend(notes)
+    run.keys = None
+    _vanish(window, run)
+
+
+def _drop_descendants(window: Window, run: Run) -> list[Note]:
+    """Empty the blocks below a run, children before their parents; they lie on lower tiers and nobody holds them."""
+    order: list[Run] = []
+    waiting = list(run.children.values())
+    while waiting:
+        order.append(waiting.pop())
+        waiting.extend(order[-1].children.values())
+    notes: list[Note] = []
+    for below in reversed(order):
+        notes += [(key, None) for key in reversed(below.keys or ())]
+        window.counters.dropped += below.count
+        window.queues[below.tier].claim(below)
+        below.expires_at = None
+        window.unlink(below)
+        window.release_duplicates(below.ids, below.tier)
+    return notes
+
+
+def _move(window: Window, run: Run, tier: int, room: _Room) -> None:
+    """The blocks of a chosen run go down a tier; their places are given out."""
+    below = _make_room(window, tier + 1, run.count, 0)
+    for block_id, carrier in zip(reversed(run.ids), below.ids, strict=True):
+        _swap(window, block_id, carrier)
+    run.move(tier + 1)
+    window.queues[tier + 1].release(run)
+    window.expiries.enter(run)
+    window.counters.offloaded += run.count
+    moved: list[list[Note]] = [[(key, tier + 1)] for key in reversed(run.keys or ())] or [[] for _ in run.ids]
+    room.ids.extend(below.ids)
+    room.notes.extend(ours + theirs for ours, theirs in zip(moved, below.notes, strict=True))
+
+
+def _swap(window: Window, block_id: int, carrier: int) -> None:
+    """Copy a block into the place of a free one, and let them change places."""
+    pool = window.pool
+    window.copies.copy(pool.place(block_id), pool.place(carrier), window.tokens_per_block)
+    pool.swap(block_id, carrier)
+
+
+def _tell(window: Window, notes: list[list[Note]]) -> None:
+    if window.events is None:
+        return
+    for key, tier in (note for notes_of_block in notes for note in notes_of_block):
+        if tier is None:
+            window.events.removed(window.size, (key,))
+        else:
+            window.events.tier_changed(window.size, key, tier - 1, tier)

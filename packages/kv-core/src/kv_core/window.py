@@ -1,0 +1,319 @@
+"""All blocks of one attention window: who holds them, which are free, and how they change hands.
+
+In:  runs and tables.
+Out: `Window`, whose methods hold, let go, cut and unlink runs and free private blocks.
+Law: free blocks are exactly those that nobody holds. In a window that is not sliding a table holds its whole chain, so a
+     run that nobody holds has no held descendant and every free block can be taken. In a sliding window spans are held,
+     and a run in the middle may lose its blocks and remain as a hole until its last descendant goes.
+"""
+
+from array import array
+from collections.abc import Callable
+from typing import Final
+
+from kv_core.config import CacheType, ManagerConfig, WindowConfig
+from kv_core.event_log import EventLog
+from kv_core.eviction import Expiries, Stamps, victim_queue
+from kv_core.keys import Scope
+from kv_core.pool import BlockPool
+from kv_core.retention import DEFAULT_PRIORITY, MIN_PRIORITY, UNSET, Retention
+from kv_core.runs import Run
+from kv_core.sequence import Sequence, Table
+from kv_core.tiers import CopyLog, Tier
+from kv_core.tree import Root, Source, Tree, run_key
+
+IN_TRANSIT: Final = -1
+"""Tier of a run that was chosen as victim and is not yet dealt with; no tier's queue and no kin counts it."""
+
+
+class Counters:
+    """Totals of one window since the start; see `WindowStats`."""
+
+    __slots__ = ("allocated", "copied", "dropped", "fresh", "missed", "offloaded", "onboarded", "reused")
+
+    def __init__(self) -> None:
+        self.allocated = self.fresh = self.reused = self.missed = 0
+        self.onboarded = self.offloaded = self.copied = self.dropped = 0
+
+
+class Window:
+    """See the module. `pins` counts the pins that hold a private block, `orphans` are such blocks without a table."""
+
+    __slots__ = (
+        "config",
+        "copies",
+        "counters",
+        "events",
+        "expiries",
+        "is_sliding",
+        "now",
+        "orphans",
+        "pinned_runs",
+        "pins",
+        "pool",
+        "queues",
+        "size",
+        "tokens_per_block",
+        "tree",
+    )
+
+    def __init__(
+        self,
+        config: ManagerConfig,
+        window: WindowConfig,
+        copies: CopyLog,
+        events: EventLog | None,
+        clock_ms: Callable[[], int],
+    ) -> None:
+        self.config = config
+        self.size = window.window
+        self.is_sliding = config.is_sliding(window.window)
+        self.tokens_per_block = config.tokens_per_block
+        self.copies = copies
+        self.events = events
+        self.pool = BlockPool(window.window, window.num_blocks)
+        self.tree = Tree(config.tokens_per_block)
+        stamps = Stamps()
+        self.queues = [victim_queue(config.order, stamps, leaf_first=not self.is_sliding) for _ in Tier]
+        self.expiries = Expiries(clock_ms)
+        self.counters = Counters()
+        self.now = 0
+        self.pins: dict[int, int] = {}
+        self.orphans: dict[int, Retention] = {}
+        self.pinned_runs: dict[int, tuple[Run, int]] = {}
+        for tier in Tier:
+            self.release_empty(array("i", reversed(self.pool.ids_of(tier))), UNSET, tier=tier)
+
+    @property
+    def num_free(self) -> int:
+        """Free device blocks."""
+        return self.queues[0].num_free
+
+    def new_table(self, scope: Scope, width: int | None) -> Table:
+        """An empty table that begins at the root of its scope; width None: at one that nobody else finds."""
+        root = Root(scope, (None, None, 0)) if width is None else self.tree.root(scope, width)
+        root.anchors += 1
+        return Table(root)
+
+    def forget(self, table: Table) -> None:
+        """An empty table is not used after all."""
+        self.lift_anchor(table.root)
+
+    @property
+    def is_cross(self) -> bool:
+        return self.config.cache_type is CacheType.CROSS
+
+    # Holding runs.
+
+    def hold(self, tail: Run, start: int) -> None:
+        """One more holder for the path that ends with `tail`, from ordinal `start` on (a border of runs)."""
+        run = tail
+        while run.stop > start:
+            self._hold_one(run)
+            assert run.parent is not None, "law: the path begins at a root"
+            run = run.parent
+
+    def _hold_one(self, run: Run) -> None:
+        if not run.holders:
+            self.queues[run.tier].claim(run)
+            run.expires_at = None
+        run.holders += 1
+        run.used = self.now
+
+    def let_go(self, tail: Run, start: int) -> None:
+        """One holder less for the path that ends with `tail`, the last block first."""
+        run = tail
+        while run.stop > start:
+            assert run.parent is not None, "law: the path begins at a root"
+            parent = run.parent
+            self.let_go_one(run)
+            run = parent
+
+    def let_go_one(self, run: Run) -> None:
+        run.holders -= 1
+        assert run.holders >= 0, "law: only what is held is let go"
+        if not run.holders:
+            self.queues[run.tier].release(run)
+            self.expiries.released(run)
+
+    def keep(self, run: Run, wish: Retention) -> None:
+        """Apply what a holder wishes: other holders' stronger wishes prevail (core spec D38)."""
+        if wish.priority is None:
+            return
+        if run.holders > 1:
+            wish = Retention(run.priority, run.duration_ms).stronger(wish)
+        assert wish.priority is not None, "law: the stronger of two wishes has a priority"
+        if self.events is not None and run.priority != wish.priority and run.keys is not None:
+            self.events.priority_changed(self.size, run.keys, run.priority, wish.priority)
+        run.priority, run.duration_ms = wish.priority, wish.duration_ms
+
+    # The tree.
+
+    def may_serve_in_part(self, source: Source) -> bool:
+        """Whether the block may be copied, or may leave the tree for whoever wants it (core spec 4.2, D40)."""
+        return self.config.copy_on_partial or (source.is_leaf and not source.run.holders)
+
+    def cut(self, run: Run, count: int) -> Run:
+        """Cut a run behind its first `count` blocks; the upper part is returned."""
+        upper = run.cut(count, len(run.tokens) // run.count)
+        if upper.stamp is not None:
+            self.queues[upper.tier].enter(upper)
+            self.expiries.enter(upper)
+        return upper
+
+    def border(self, tail: Run, ordinal: int) -> Run:
+        """Make `ordinal` a border of runs on the path that ends with `tail`; the run above the border is returned."""
+        run = tail
+        while run.start >= ordinal and run.parent is not None:
+            run = run.parent
+        return self.cut(run, ordinal - run.start) if run.stop > ordinal else run
+
+    def unlink(self, run: Run) -> None:
+        """Take a run without children out of the tree, and the holes that only led to it."""
+        while True:
+            parent = run.parent
+            assert parent is not None, "law: what is unlinked is in the tree"
+            assert not run.children, "law: a run goes after its children"
+            parent.disown(run, run_key(run))
+            run.parent = None
+            self.unpark(parent)
+            if parent.children or parent.anchors or parent.ids:
+                return
+            if isinstance(parent, Root):
+                self.tree.roots.pop(parent.scope_key, None)
+                return
+            run = parent
+
+    def remove(self, run: Run) -> None:
+        """A run without children leaves the tree; whoever asks has the block from now on."""
+        if self.events is not None and run.keys is not None:
+            self.events.removed(self.size, run.keys[::-1])
+        run.keys = None
+        self.unlink(run)
+
+    def unpark(self, run: Run) -> None:
+        """The run may have lost its last child on its tier."""
+        if run.parked and not run.kin:
+            self.queues[run.tier].enter(run)
+
+    def move_anchor(self, table: Table, tail: Run) -> None:
+        """The table's path ends elsewhere now. Anchors keep a path in place whose blocks are not held."""
+        old = table.tail
+        if tail is not old:
+            tail.anchors += 1
+            table.tail = tail
+            self.lift_anchor(old)
+
+    def lift_anchor(self, run: Run) -> None:
+        """One table or pin less whose path ends with the run."""
+        run.anchors -= 1
+        if run.anchors or run.children or run.ids:
+            return
+        if isinstance(run, Root):
+            self.tree.roots.pop(run.scope_key, None)
+        elif run.parent is not None:
+            self.unlink(run)
+
+    # Private blocks.
+
+    def release_empty(
+        self, ids: "array[int]", wish: Retention, *, front: bool = False, tier: int = Tier.DEVICE
+    ) -> None:
+        """These blocks hold nothing that is wanted; the last one goes first."""
+        if not ids:
+            return
+        run = Run(None, 0, b"", ids)
+        run.tier = tier
+        run.priority = DEFAULT_PRIORITY if wish.priority is None else wish.priority
+        run.duration_ms = wish.duration_ms
+        self.queues[tier].release(run, front=front)
+        self.expiries.released(run)
+
+    def release_private(self, ids: "array[int]", wish: Retention, *, front: bool = False) -> None:
+        """A table gives up private blocks; those that a pin holds become orphans instead of free."""
+        if self.pins:
+            kept = [block_id for block_id in ids if block_id in self.pins]
+            self.orphans.update(dict.fromkeys(kept, wish))
+            ids = array("i", [block_id for block_id in ids if block_id not in self.pins])
+        self.release_empty(ids, wish, front=front)
+
+    def release_duplicates(self, ids: "array[int]", tier: int = Tier.DEVICE) -> None:
+        """Blocks whose content the tree has elsewhere go before all others (core spec D30)."""
+        self.release_empty(ids, Retention(MIN_PRIORITY), front=True, tier=tier)
+
+    # Pins.
+
+    def pin_runs(self, run: Run) -> list[Run]:
+        """Private blocks that pins hold are in the tree now: the pins hold them there. The pieces of the run, in order."""
+        pieces: list[Run] = []
+        for inside in reversed(range(run.count)):
+            num_pins = self.pins.pop(run.ids[inside], 0)
+            if num_pins:
+                if inside + 1 < run.count:
+                    pieces.append(run)
+                    run = self.cut(run, inside + 1)
+                upper = self.cut(run, inside) if inside else run
+                run.holders += num_pins
+                num_pins += self.pinned_runs.get(run.ids[0], (run, 0))[1]
+                self.pinned_runs[run.ids[0]] = (run, num_pins)
+                if upper is not run:
+                    pieces.append(run)
+                    run = upper
+        return [run, *reversed(pieces)]
+
+    def unpin_run(self, block_id: int) -> None:
+        """One pin less for a block that was private when it was pinned and is in the tree now."""
+        run, num_pins = self.pinned_runs.pop(block_id)
+        if num_pins > 1:
+            self.pinned_runs[block_id] = run, num_pins - 1
+        self.let_go_one(run)
+
+    def pins_own(self, run: Run) -> None:
+        """A run of one block leaves the tree while its table goes on: what pins held there is private again."""
+        if run.ids[0] in self.pinned_runs:
+            _, num_pins = self.pinned_runs.pop(run.ids[0])
+            self.pins[run.ids[0]] = num_pins
+
+    # Tables.
+
+    def release_table(self, sequence: Sequence, table: Table) -> None:
+        """Give up everything a table holds, the last block first."""
+        first_private = max(table.published, table.start)
+        self.release_span(sequence, table, first_private + (table.partial is not None), table.stop)
+        if table.partial is not None:
+            self.let_go_one(table.partial)
+            table.partial = None
+        self.let_go(table.tail, table.start)
+        self.lift_anchor(table.tail)
+
+    def release_span(self, sequence: Sequence, table: Table, start: int, stop: int) -> None:
+        """Give up the private blocks of these ordinals, the last first, each with the priority that was wished."""
+        if start < stop:
+            for first, last, wish in reversed(list(sequence.wished(start, stop))):
+                self.release_private(table.private_ids(first, last), wish)
+
+    def detach(self, sequence: Sequence, table: Table, front: int) -> None:
+        """Drop all blocks before ordinal `front`, the last of them first."""
+        if table.partial is not None and front > table.published:
+            self.let_go_one(table.partial)
+            table.partial = None
+            self.release_span(sequence, table, table.published + 1, front)
+        else:
+            self.release_span(sequence, table, max(table.published, table.start), front)
+        if table.start < table.published:
+            self.let_go(self.border(table.tail, min(front, table.published)), table.start)
+        del table.ids[: front - table.start]
+        table.start = front
+
+    def refresh(self) -> int:
+        """Priorities fall back whose time is over; the number of blocks."""
+        num_blocks = 0
+        for run in self.expiries.due():
+            num_blocks += run.count
+            if self.events is not None and run.keys is not None:
+                self.events.priority_changed(self.size, run.keys, run.priority, DEFAULT_PRIORITY)
+            run.priority, run.duration_ms = DEFAULT_PRIORITY, None
+            queue = self.queues[run.tier]
+            queue.claim(run)
+            queue.release(run)
+        return num_blocks
