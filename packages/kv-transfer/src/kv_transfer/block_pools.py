@@ -1,0 +1,154 @@
+"""Memory of the blocks that kv_core's manager owns: on the device, in host memory, in files.
+
+In:  the shapes of the pools (`kv_core.layout`), the manager's windows with their blocks in each tier, a device and a
+     directory.
+Out: BlockPools: for each window its pools, each with a tensor or files for every tier.
+Law: one slot number means the same block in every pool of its window and tier. Only copies and the model write slots.
+
+A module of its own beside `pools`: there an engine owns tensors and block ids and we only view one tier of them, plane
+by plane, for the formatter; here kv_core owns the blocks, a block spans several pools, and there are tiers.
+
+Legend: B slots, L layers of the pool, C planes (keys, values), H heads, T tokens per block, D stored head size.
+
+    pool     [B, L, C, H, T, D], contiguous: a slot is one run of memory, and so is its file
+    plane    [B, T, H, D], a view, as models and `pools.PagedCaches` want it
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kv_core.config import WindowConfig
+from kv_core.errors import CallerError
+from kv_core.layout import PoolKind, PoolPosition, PoolShape, layer_positions
+from kv_core.tiers import Tier
+from kv_transfer.slot_files import FileCalls, ProcessDirectory, SlotFiles
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """One pool in all tiers; tiers without slots are None."""
+
+    shape: PoolShape
+    device: Tensor
+    host: Tensor | None
+    files: SlotFiles | None
+
+    def tensor(self, tier: Tier) -> Tensor:
+        """The slots of a tier that lies in memory, [B, L, C, H, T, D]."""
+        found = {Tier.DEVICE: self.device, Tier.HOST: self.host}.get(tier)
+        if found is None:
+            raise CallerError(f"the pool has no slots there: tier={tier.name}, window={self.shape.window}")
+        return found
+
+    @property
+    def disk(self) -> SlotFiles:
+        """The slots of the disk tier."""
+        if self.files is None:
+            raise CallerError(f"the pool has no slots there: tier={Tier.DISK.name}, window={self.shape.window}")
+        return self.files
+
+
+@dataclass(frozen=True, slots=True)
+class WindowPools:
+    """All pools of one window, in absolute order."""
+
+    config: WindowConfig
+    pools: tuple[Pool, ...]
+
+    @property
+    def copies_whole(self) -> bool:
+        """Whether only whole slots may be copied: scales of 4-bit elements are packed across tokens."""
+        return any(pool.shape.kind is PoolKind.BLOCK_SCALE for pool in self.pools)
+
+
+class BlockPools:
+    """The memory of one manager. `close` removes the files; tensors live as long as somebody holds them."""
+
+    def __init__(
+        self,
+        shapes: Sequence[PoolShape],
+        windows: Sequence[WindowConfig],
+        *,
+        device: torch.device,
+        directory: Path | None = None,
+        calls: FileCalls | None = None,
+    ) -> None:
+        """`windows` are those of the manager's configuration; layers that read more than the largest belong to it.
+
+        `directory` holds the disk tier, if a window has one. All memory is zeroed.
+        """
+        self.device = device
+        self._root = _root(windows, directory)
+        self._positions = layer_positions(shapes)
+        self.pools = tuple(
+            self._make(number, shape, windows, calls or FileCalls()) for number, shape in enumerate(shapes)
+        )
+        self.windows = {
+            config.window: WindowPools(
+                config, tuple(pool for pool in self.pools if _home(pool.shape, windows) == config)
+            )
+            for config in windows
+        }
+        if idle := [window for window, pools in self.windows.items() if not pools.pools]:
+            raise CallerError(f"every window has layers: shapes={[shape.window for shape in shapes]}, without={idle}")
+
+    @property
+    def directory(self) -> Path | None:
+        """Where the files are, below the directory that was given."""
+        return self._root.path if self._root else None
+
+    def position(self, layer: int) -> PoolPosition:
+        """The pool of a layer's keys and values, and which of its layers this is."""
+        return self._positions[layer]
+
+    def window_of(self, layer: int) -> int:
+        """The manager's window whose slots index the planes of a layer."""
+        pool = self.pools[self.position(layer).pool]
+        return next(window for window, pools in self.windows.items() if pool in pools.pools)
+
+    def planes(self, layer: int) -> tuple[Tensor, ...]:
+        """The planes of a layer on the device, each [B, T, H, D]; views of the pool."""
+        number, ordinal = self.position(layer)
+        return tuple(plane.transpose(1, 2) for plane in self.pools[number].device[:, ordinal].unbind(1))
+
+    def close(self) -> None:
+        """Remove the files of the disk tier. Idempotent."""
+        if self._root:
+            self._root.close()
+
+    def _make(self, number: int, shape: PoolShape, windows: Sequence[WindowConfig], calls: FileCalls) -> Pool:
+        config = _home(shape, windows)
+        files = None
+        if config.num_disk and self._root:
+            files = SlotFiles(self._root, config.window, number, shape.bytes_per_block, calls)
+        pinned = self.device.type == "cuda"
+        host = _tensor(shape, config.num_host, torch.device("cpu"), pinned=pinned) if config.num_host else None
+        return Pool(shape, _tensor(shape, config.num_device, self.device), host, files)
+
+
+def _root(windows: Sequence[WindowConfig], directory: Path | None) -> ProcessDirectory | None:
+    if not any(config.num_disk for config in windows):
+        return None
+    if directory is None:
+        raise CallerError(f"blocks on disk need a directory: windows={list(windows)}")
+    return ProcessDirectory(directory)
+
+
+def _home(shape: PoolShape, windows: Sequence[WindowConfig]) -> WindowConfig:
+    """The manager's window of a pool: layers that read further than the largest one read all there is."""
+    largest = windows[-1].window
+    wanted = largest if shape.window is None else min(shape.window, largest)
+    for config in windows:
+        if config.window == wanted:
+            return config
+    raise CallerError(f"no window for a pool: ours={[config.window for config in windows]}, theirs={shape.window}")
+
+
+def _tensor(shape: PoolShape, num_slots: int, device: torch.device, *, pinned: bool = False) -> Tensor:
+    dtype: torch.dtype = getattr(torch, shape.dtype)
+    flat = torch.zeros(shape.shape(num_slots), dtype=dtype, device=device, pin_memory=pinned)
+    return flat.view(*flat.shape[:-1], shape.num_heads, shape.tokens_per_block, shape.head_size)

@@ -1,0 +1,88 @@
+"""Copies one slot to another place, in all pools of its window.
+
+In:  a CopyOrder.
+Out: the first `num_tokens` tokens of every head, layer and plane are at the destination as well.
+Law: what lies behind these tokens in a tensor stays as it was; files always hold whole slots. On CUDA copies between
+     tensors are queued on the current stream, and a copy that touches a file waits for that stream before and after.
+     OSError means that a file failed: the destination holds nothing of use.
+
+Bytes are moved, never converted.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from kv_core.errors import CallerError
+from kv_core.tiers import CopyOrder, Place, Tier
+from kv_transfer.block_pools import BlockPools, Pool, WindowPools
+
+
+class SlotCopier:
+    """Executes orders over one manager's pools; any thread, as long as no two orders that depend on each other."""
+
+    def __init__(self, pools: BlockPools) -> None:
+        self._pools = pools
+
+    def copy(self, order: CopyOrder) -> None:
+        """Execute one order. CallerError if it names something that there is not."""
+        window = self._window(order)
+        size = window.pools[0].shape.tokens_per_block
+        num_tokens = size if window.copies_whole else order.num_tokens
+        for pool in window.pools:
+            self._copy_in(pool, order.source, order.destination, num_tokens)
+
+    def _copy_in(self, pool: Pool, source: Place, destination: Place, num_tokens: int) -> None:
+        if Tier.DISK not in (source.tier, destination.tier):
+            _copy_tokens(_slot(pool, source), _slot(pool, destination), num_tokens)
+            return
+        self._wait_for_stream()
+        content = self._in_host_memory(pool, source)
+        if destination.tier is Tier.DISK:
+            pool.disk.write(destination.slot, _bytes(content))
+            return
+        _copy_tokens(content, _slot(pool, destination), num_tokens)
+        self._wait_for_stream()
+
+    def _in_host_memory(self, pool: Pool, place: Place) -> Tensor:
+        """A slot's whole content: the slot itself if it lies in host memory, else a copy."""
+        if place.tier is not Tier.DISK:
+            return _slot(pool, place).cpu()
+        content = torch.empty_like(pool.device[0], device="cpu")
+        pool.disk.read(place.slot, _bytes(content))
+        return content
+
+    def _wait_for_stream(self) -> None:
+        if self._pools.device.type == "cuda":
+            torch.cuda.current_stream(self._pools.device).synchronize()
+
+    def _window(self, order: CopyOrder) -> WindowPools:
+        window = self._pools.windows.get(order.source.window)
+        if window is None or order.source.window != order.destination.window:
+            raise CallerError(f"an order stays in one of our windows: ours={list(self._pools.windows)}, theirs={order}")
+        if not 1 <= order.num_tokens <= window.pools[0].shape.tokens_per_block:
+            raise CallerError(f"an order copies tokens of one block: {order}")
+        for place in (order.source, order.destination):
+            if not 0 <= place.slot < window.config.num_blocks[place.tier]:
+                raise CallerError(f"no such slot: ours={window.config.num_blocks[place.tier]}, theirs={place}")
+        return window
+
+
+def _slot(pool: Pool, place: Place) -> Tensor:
+    return pool.tensor(place.tier)[place.slot]
+
+
+def _copy_tokens(source: Tensor, destination: Tensor, num_tokens: int) -> None:
+    """Both [L, C, H, T, D]. Whole slots are one asynchronous copy."""
+    if num_tokens == destination.shape[-2]:
+        destination.copy_(source, non_blocking=True)
+        return
+    # Why first across: torch reads a strided host tensor at once, before what is queued on the stream has written it.
+    destination[..., :num_tokens, :].copy_(source.to(destination.device)[..., :num_tokens, :])
+
+
+def _bytes(slot: Tensor) -> memoryview:
+    """The memory of a contiguous host tensor, which the caller keeps alive."""
+    assert slot.is_contiguous(), "law: a slot is one run of memory"
+    return memoryview((ctypes.c_uint8 * slot.nbytes).from_address(slot.data_ptr())).cast("B")
