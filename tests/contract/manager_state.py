@@ -16,7 +16,8 @@ from kv_core.config import CacheType, ManagerConfig, WindowConfig
 from kv_core.forecast import limits, progress, prospect
 from kv_core.ids import BlockId, RequestId
 from kv_core.layout import IndexSpec, cache_pools
-from kv_core.manager import KVCacheManager, Pin
+from kv_core.manager import KVCacheManager
+from kv_core.pins import Pin
 from kv_core.request import Request
 from kv_core.scheduling import Progress
 from kv_core.sizing import temporary_window
