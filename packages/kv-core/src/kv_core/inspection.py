@@ -19,7 +19,7 @@ from kv_core.sequence import Sequence, Table
 from kv_core.stats import TierStats, WindowStats
 from kv_core.tiers import Tier
 from kv_core.token_log import TokenLog
-from kv_core.tree import Root, run_key
+from kv_core.tree import Root
 from kv_core.window import Window
 
 
@@ -108,7 +108,7 @@ def snapshot(window: Window) -> list[Event]:
             assert root.parent is not None, "law: chains begin at roots"
             root = root.parent
         parent = run.parent.keys[-1] if run.parent.keys else None
-        piece = StoredPiece(tuple(run.keys), run.tokens, root.width, window.tokens_per_block, run.tier, run.priority)
+        piece = StoredPiece(tuple(run.keys), run.exact_tokens(), root.width, window.tokens_per_block, run.tier, run.priority)
         events.append(Event(0, window.size, Stored(parent, root.scope, (piece,))))
     return events
 
@@ -158,13 +158,12 @@ def check_window(window: Window, tables: list[tuple[Sequence, Table]], pins: lis
 
 
 def _check_links(window: Window, runs: list[Run]) -> None:
-    size = window.tokens_per_block
     roots: list[Run] = list(window.tree.roots.values())
     assert all(root.children or root.anchors for root in roots), "law: a root is needed"
     for parent in [*roots, *runs]:
         for key, child in parent.children.items():
             assert child.parent is parent, "law: a child knows its parent"
-            assert key == run_key(child), "law: a child begins with the key it is known by"
+            assert key == child.key(), "law: a child begins with the key it is known by"
             assert child.start == parent.stop, "law: a child starts where its parent stops"
         assert parent.kin == sum(child.tier == parent.tier for child in parent.children.values()), "law: kin"
         assert parent.order is None or parent.order == sorted(parent.children), "law: siblings are in order"
@@ -175,8 +174,9 @@ def _check_links(window: Window, runs: list[Run]) -> None:
         assert not run.items or run.count == 1, "law: items start in a run of one block"
         assert run.keys is None or len(run.keys) == run.count, "law: a key a block"
         assert (run.keys is None) == (window.events is None), "law: keys are kept when somebody listens"
-        if not run.is_partial:
-            assert len(run.tokens) % (run.count * size) == 0, "law: full blocks"
+        num_bytes = len(run.tokens) if run.is_partial else len(run.exact_tokens())
+        full_bytes = run.count * run.block_bytes
+        assert 0 < num_bytes < full_bytes if run.is_partial else num_bytes == full_bytes, "law: a run has its tokens"
         if run.is_hole:
             assert window.is_sliding, "law: only a sliding window has holes"
             assert run.children or run.anchors, "law: a hole leads somewhere"

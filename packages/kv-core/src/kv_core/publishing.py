@@ -19,7 +19,7 @@ from kv_core.runs import Run
 from kv_core.sequence import Sequence, Table
 from kv_core.tiers import Tier
 from kv_core.token_log import TokenLog
-from kv_core.tree import next_item, run_key
+from kv_core.tree import next_item
 from kv_core.window import Window
 
 
@@ -119,7 +119,7 @@ class _Chain:
         tokens = self.content[first : first + filled.tail_tokens * self.width]
         if tokens in table.tail.children:
             return
-        run = Run(table.tail, at, tokens, table.ids[at - table.start : at - table.start + 1])
+        run = Run(table.tail, at, tokens, table.ids[at - table.start : at - table.start + 1], self.block_bytes)
         run.is_partial = True
         self._link(run, at + 1)
         wishes = list(self.sequence.wished(at, at + 1))
@@ -156,7 +156,7 @@ class _Chain:
 
     def _new_run(self, at: int, stop: int, ids: "array[int]") -> Run:
         tokens = self.content[at * self.block_bytes : stop * self.block_bytes]
-        run = Run(self.table.tail, at, tokens, ids)
+        run = Run(self.table.tail, at, tokens, ids, self.block_bytes)
         run.count = stop - at
         if self.items and at in self.items:
             run.items = self.items[at]
@@ -165,7 +165,7 @@ class _Chain:
 
     def _link(self, run: Run, stop: int) -> None:
         assert run.parent is not None
-        run.parent.adopt(run, run_key(run))
+        run.parent.adopt(run, run.key())
         if self.keys is not None:
             run.keys = self.keys[run.start : stop]
 

@@ -12,7 +12,7 @@ Law: all blocks of a run have the same holders, priority, duration, expiry and t
 
 from array import array
 from bisect import bisect_left, insort
-from typing import Final, Self
+from typing import Final
 
 from kv_core.keys import BlockKey
 from kv_core.retention import DEFAULT_PRIORITY
@@ -25,6 +25,7 @@ class Run:
 
     __slots__ = (
         "anchors",
+        "block_bytes",
         "children",
         "count",
         "duration_ms",
@@ -48,12 +49,15 @@ class Run:
         "used",
     )
 
-    def __init__(self, parent: "Run | None", start: int, tokens: bytes, ids: "array[int]") -> None:
+    def __init__(
+        self, parent: "Run | None", start: int, tokens: bytes, ids: "array[int]", block_bytes: int = 0
+    ) -> None:
         self.parent = parent
         self.start = start
         self.tokens = tokens
         self.ids = ids
         self.count = len(ids)
+        self.block_bytes = block_bytes
         self.items = b""
         self.is_partial = False
         self.keys: list[BlockKey] | None = None
@@ -101,12 +105,14 @@ class Run:
         """Another run, of the same tier, begins with the same block."""
         self.children[key] = child
 
-    def neighbours(self, block: bytes, reach: int) -> list["Run"]:
-        """The children next to `block` in the order of bytes: among them are those with the longest common prefix."""
+    def neighbours(self, block: bytes) -> tuple[list[bytes], int]:
+        """The keys of all children in the order of bytes, and where `block` belongs among them.
+
+        Common prefixes with `block` are longest there and only get shorter on either side.
+        """
         if self.order is None:
             self.order = sorted(self.children)
-        at = bisect_left(self.order, block)
-        return [self.children[key] for key in self.order[max(0, at - reach) : at + reach]]
+        return self.order, bisect_left(self.order, block)
 
     def move(self, tier: int) -> None:
         """All blocks are on another tier now."""
@@ -116,27 +122,53 @@ class Run:
         self.tier = tier
         self.kin = sum(child.tier == tier for child in self.children.values())
 
-    def cut(self, count: int, block_bytes: int) -> Self:
+    def key(self) -> bytes:
+        """The bytes under which the parent knows the run."""
+        if self.items or self.is_partial:
+            return self.tokens + self.items
+        return self.tokens[: self.block_bytes]
+
+    def block(self, inside: int) -> bytes:
+        """The tokens of one block."""
+        return self.tokens[inside * self.block_bytes : (inside + 1) * self.block_bytes]
+
+    def exact_tokens(self) -> bytes:
+        """The tokens of all blocks; those of blocks that were given up are dropped now."""
+        if len(self.tokens) > self.count * self.block_bytes:
+            self.tokens = self.tokens[: self.count * self.block_bytes]
+        return self.tokens
+
+    def shorten(self, count: int) -> None:
+        """The last `count` blocks, but not all, are given up. Tokens are dropped when they are half of what is kept."""
+        del self.ids[-count:]
+        self.count -= count
+        if self.keys is not None:
+            del self.keys[-count:]
+        if len(self.tokens) > 2 * self.count * self.block_bytes:
+            self.exact_tokens()
+
+    def cut(self, count: int) -> "Run":
         """Give the first `count` blocks to a new run above; self keeps the rest. Returns the new run.
 
         A caller that keeps victims in order must enter the new run there if it has a stamp.
         """
-        upper = type(self)(self.parent, self.start, self.tokens[: count * block_bytes], self.ids[:count])
+        parent, block_bytes = self.parent, self.block_bytes
+        assert parent is not None, "law: what is cut is in the tree"
+        tokens = self.exact_tokens()
+        upper = Run(parent, self.start, tokens[: count * block_bytes], self.ids[:count], block_bytes)
         upper.count = count
-        first = self.tokens[:block_bytes]
-        assert self.parent is not None, "law: what is cut is in the tree"
-        self.parent.replace(first, upper)
+        parent.replace(upper.key(), upper)
         upper.priority, upper.duration_ms, upper.expires_at = self.priority, self.duration_ms, self.expires_at
-        upper.rank = self.rank
-        upper.holders, upper.tier, upper.used, upper.hot = self.holders, self.tier, self.used, self.hot
+        upper.rank, upper.holders, upper.tier = self.rank, self.holders, self.tier
+        upper.used, upper.hot = self.used, self.hot
         if self.keys is not None:
             upper.keys, self.keys = self.keys[:count], self.keys[count:]
-        self.tokens = self.tokens[count * block_bytes :]
+        self.tokens = tokens[count * block_bytes :]
         self.ids = self.ids[count:]
         self.start += count
         self.count -= count
         self.parent = upper
         if self.stamp is not None:
             upper.stamp = self.stamp + self.count
-        upper.adopt(self, self.tokens[:block_bytes])
+        upper.adopt(self, self.key())
         return upper

@@ -113,10 +113,10 @@ class Tree:
         The first one is known to be equal.
         """
         count = run.count
-        if at + count <= stop and content.startswith(run.tokens, at * block_bytes):
+        if at + count <= stop and content.startswith(run.exact_tokens(), at * block_bytes):
             return count
         low, high = 1, min(count, stop - at)  # the first `low` are equal
-        tokens, offset = run.tokens, at * block_bytes
+        tokens, offset = run.exact_tokens(), at * block_bytes
         if high <= 1 or content.startswith(tokens[: high * block_bytes], offset):
             return high
         high -= 1
@@ -140,9 +140,7 @@ class Tree:
         if inside < run.count:
             if run.is_hole:
                 return None
-            block_bytes = size * log.width
-            there = run.tokens[inside * block_bytes : (inside + 1) * block_bytes]
-            num_common = common_tokens(block, items, there, b"", log.width)
+            num_common = common_tokens(block, items, run.block(inside), b"", log.width)
             found = Source(run, inside, num_common)
             return found if num_common and eligible(found) else None
         if not run.children:
@@ -150,13 +148,17 @@ class Tree:
         return self._best_child(run, block, items, log.width, eligible)
 
     def _best_child(self, run: Run, block: bytes, items: bytes, width: int, eligible: Eligible) -> Source | None:
+        """The best of the children that share the most tokens, at most `SIBLING_REACH` on each side of the block."""
         best: Source | None = None
-        block_bytes = self.tokens_per_block * width
-        for child in run.neighbours(block, SIBLING_REACH):
-            if not child.is_hole:
-                num_common = common_tokens(block, items, child.tokens[:block_bytes], child.items, width)
+        order, at = run.neighbours(block)
+        for near in (range(at, min(len(order), at + SIBLING_REACH)), range(at - 1, max(-1, at - 1 - SIBLING_REACH), -1)):
+            for place in near:
+                child = run.children[order[place]]
+                num_common = common_tokens(block, items, order[place], child.items, width)
+                if not num_common and not child.items:
+                    break
                 found = Source(child, 0, num_common)
-                if num_common and (best is None or _rank(found) > _rank(best)) and eligible(found):
+                if num_common and not child.is_hole and (best is None or _rank(found) > _rank(best)) and eligible(found):
                     best = found
         return best
 
@@ -170,13 +172,6 @@ class Tree:
                 waiting.extend(run.children.values())
 
 
-def run_key(run: Run) -> bytes:
-    """The bytes under which a parent knows the run."""
-    if run.count == 1:
-        return run.tokens + run.items
-    return run.tokens[: len(run.tokens) // run.count]
-
-
 def next_item(items: dict[int, bytes], at: int) -> int:
     """The ordinal behind `at` up to which a run may reach: an item starts there, or one started in block `at`."""
     if not items:
@@ -186,6 +181,8 @@ def next_item(items: dict[int, bytes], at: int) -> int:
 
 def common_tokens(block: bytes, items: bytes, other: bytes, other_items: bytes, width: int) -> int:
     """Leading tokens of two blocks that are equal and not behind an item in which they differ (core spec D53)."""
+    if block[:width] != other[:width]:
+        return 0
     size = min(len(block), len(other))
     differing = int.from_bytes(block[:size], "big") ^ int.from_bytes(other[:size], "big")
     common = (size - (differing.bit_length() + 7) // 8) // width

@@ -69,12 +69,7 @@ def give_up(window: Window, run: Run, count: int) -> "array[int]":
 
 def _shorten(window: Window, run: Run, count: int) -> None:
     queue = window.queues[run.tier]
-    if run.parent is not None:
-        run.tokens = run.tokens[: len(run.tokens) // run.count * (run.count - count)]
-        if run.keys is not None:
-            del run.keys[-count:]
-    del run.ids[-count:]
-    run.count -= count
+    run.shorten(count)
     assert run.stamp is not None, "law: only free blocks are given up"
     run.stamp += count
     queue.num_free -= count

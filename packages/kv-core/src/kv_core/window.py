@@ -20,7 +20,7 @@ from kv_core.retention import DEFAULT_PRIORITY, MIN_PRIORITY, UNSET, Retention
 from kv_core.runs import Run
 from kv_core.sequence import Sequence, Table
 from kv_core.tiers import CopyLog, Tier
-from kv_core.tree import Root, Source, Tree, run_key
+from kv_core.tree import Root, Source, Tree
 
 IN_TRANSIT: Final = -1
 """Tier of a run that was chosen as victim and is not yet dealt with; no tier's queue and no kin counts it."""
@@ -155,7 +155,7 @@ class Window:
 
     def cut(self, run: Run, count: int) -> Run:
         """Cut a run behind its first `count` blocks; the upper part is returned."""
-        upper = run.cut(count, len(run.tokens) // run.count)
+        upper = run.cut(count)
         if upper.stamp is not None:
             self.queues[upper.tier].enter(upper)
             self.expiries.enter(upper)
@@ -174,7 +174,7 @@ class Window:
             parent = run.parent
             assert parent is not None, "law: what is unlinked is in the tree"
             assert not run.children, "law: a run goes after its children"
-            parent.disown(run, run_key(run))
+            parent.disown(run, run.key())
             run.parent = None
             self.unpark(parent)
             if parent.children or parent.anchors or parent.ids:
