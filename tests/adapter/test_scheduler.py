@@ -227,6 +227,15 @@ def test_an_idle_engine_steps_until_its_workers_have_nothing_open_but_not_for_ev
     assert not scheduler.has_work()
 
 
+def test_a_worker_in_the_same_process_learns_of_an_offer_at_once(door):
+    ran = []
+    identity = Identity(InstanceId("engine"), Incarnation("run-9"), 1, 1)
+    scheduler = FerryScheduler(identity, door, lease_s=30, patience_s=60, shares_prefixes=True, run_now=ran.append)
+    scheduler.finished(prefill(), [3, 4, 5], complete=True)
+    assert [offer.request_id for orders in ran for offer in orders.offers] == ["p1"]
+    assert scheduler.take_orders().offers == (), "each order is given once"
+
+
 def test_an_idle_engine_steps_for_orders_not_yet_given(scheduler):
     scheduler.finished(prefill(), [1], complete=True)
     assert scheduler.has_work()

@@ -79,16 +79,20 @@ class FerryScheduler:
         lease_s: float,
         patience_s: float,
         shares_prefixes: bool,
+        run_now: Callable[[StepOrders], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`shares_prefixes`: the engine keeps a prefix cache, so equal prompts wait for one load, not repeat it.
 
         `patience_s`: how long an idle engine is kept stepping for what its workers have open.
+        `run_now` reaches a worker that shares our process: such an engine may stop stepping when its last request
+        ends (offline use), and an offer that waits for a step would never be seen.
         """
         self._identity = identity
         self._door = door
         self._lease_s = lease_s
         self._patience_s = patience_s
+        self._run_now = run_now
         self._shares_prefixes = shares_prefixes
         self._clock = clock
         self._loads: dict[RequestId, _Load] = {}
@@ -227,6 +231,8 @@ class FerryScheduler:
         self._pending.offers.append(
             OpenOffer(request.request_id, transfer_id, prompt_key, request.num_prompt_tokens, tuple(block_ids))
         )
+        if self._run_now is not None:
+            self._run_now(self.take_orders())
         host, port = self._door.address
         ticket = OfferTicket(
             transfer_id=transfer_id,

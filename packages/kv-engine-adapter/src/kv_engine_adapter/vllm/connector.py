@@ -51,6 +51,11 @@ class FerryHandshake(KVConnectorHandshakeMetadata):
 
     card: "RankCard"
     incarnation: "Incarnation"
+    worker: "FerryWorker | None" = None
+    """The rank itself, where worker and scheduler share a process; lost on the way to another one."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"worker": None}
 
 
 class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
@@ -126,7 +131,8 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
         # Why filtered: under MultiConnector every child is handed the metadata of the first child that has any.
         ours = [meta for meta in metadata.values() if isinstance(meta, FerryHandshake)]
         if ours:
-            self._scheduler = self._scheduler_setup.start([meta.card for meta in ours], ours[0].incarnation)
+            workers = [meta.worker for meta in ours if meta.worker is not None]
+            self._scheduler = self._scheduler_setup.start([meta.card for meta in ours], ours[0].incarnation, workers)
 
     # -- worker side ---------------------------------------------------------------------------------------------
 
@@ -134,7 +140,7 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
         self._worker, self._incarnation = self._worker_setup.start(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return None if self._worker is None else FerryHandshake(self._worker.card, self._incarnation)
+        return None if self._worker is None else FerryHandshake(self._worker.card, self._incarnation, self._worker)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         metadata = self._connector_metadata

@@ -45,8 +45,13 @@ class SchedulerSetup:
         self._config = config
         self._ferry = ferry_config(_transfer_config(config).kv_connector_extra_config)
 
-    def start(self, cards: Sequence[RankCard], incarnation: Incarnation) -> FerryScheduler:
-        """Open the instance's door; a port in use is an error that names it."""
+    def start(
+        self, cards: Sequence[RankCard], incarnation: Incarnation, workers: Sequence[FerryWorker] = ()
+    ) -> FerryScheduler:
+        """Open the instance's door; a port in use is an error that names it.
+
+        `workers` are the ranks that live in this very process; if that is all of them, orders need not wait for a step.
+        """
         instance = instance_id(self._config)
         settings = _door_settings(self._ferry, self._config)
         door = InstanceDoor(settings, instance, incarnation)
@@ -61,6 +66,7 @@ class SchedulerSetup:
             lease_s=settings.lease_s,
             patience_s=settings.lease_s + settings.request_deadline_s,
             shares_prefixes=shares,
+            run_now=workers[0].run if len(workers) == len(cards) == 1 else None,
         )
 
 
