@@ -13,6 +13,7 @@ from typing import Any
 
 from contract.case import Case, UnknownKind
 from contract.judge import RAISED, Observation
+from contract.naive_forecast import our_remaining, seed_remaining
 from contract.naive_policy import naive_policy
 from kv_core.content import BlockContent, ItemPart, chop, item_parts
 from kv_core.errors import FerryError
@@ -205,5 +206,7 @@ HELPERS: dict[str, Any] = {
     "fraction": lambda number: Fraction(str(number)),
     "max_blocks": _seed_requirement,
     "naive_policy": naive_policy,
+    "our_remaining": our_remaining,
+    "seed_remaining": seed_remaining,
 }
 """What rules may use beside their case's values."""

@@ -9,7 +9,7 @@ Law: an observation that differs is excused only by a rule for its operation and
 import dataclasses
 import json
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ class Observation:
     field: str
     expected: Any
     actual: Any
-    known: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    known: dict[str, Any] = dataclasses.field(default_factory=dict)
     step: int | None = None
     derived: bool = False
     tolerance: float = TOLERANCE
@@ -58,8 +58,8 @@ class Rule:
     """A documented deviation: in this condition the seed gives `seed`, and we give `ours`, because of `defect`."""
 
     defect: str
-    op: str
-    field: str
+    op: str | list[str]
+    field: str | list[str]
     when: str
     seed: str
     ours: str
@@ -67,11 +67,19 @@ class Rule:
 
     def excuses(self, seen: Observation) -> bool:
         """Whether this rule explains the difference. BadExpression if its expressions cannot be evaluated."""
-        if (self.op, self.field) != (seen.op, seen.field) or not evaluate(self.when, seen.known):
+        if not self.concerns(seen):
             return False
-        return same(evaluate(self.seed, seen.known), seen.expected, seen.tolerance) and same(
-            evaluate(self.ours, seen.known), seen.actual, seen.tolerance
+        known = seen.known | {"field": seen.field}
+        return bool(
+            evaluate(self.when, known)
+            and same(evaluate(self.seed, known), seen.expected, seen.tolerance)
+            and same(evaluate(self.ours, known), seen.actual, seen.tolerance)
         )
+
+    def concerns(self, seen: Observation) -> bool:
+        """Whether the rule is about this operation and field."""
+        ops, fields = ([one] if isinstance(one, str) else one for one in (self.op, self.field))
+        return seen.op in ops and seen.field in fields
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,9 @@ class ManagerDriver(Questions):
 
     def known(self, step: Step) -> dict[str, Any]:
         one = self._requests.get(step.get("request_id", -1))
-        return {"request": None if one is None else one.content, "tokens": [] if one is None else one.tokens}
+        if one is None:
+            return {"request": None, "state": None}
+        return {"request": one.content, "state": one.phase.name.lower()}
 
     def op_make_request(self, step: Step) -> Answer:
         content = step["request"]

@@ -8,7 +8,6 @@ Law: where the cases list a detached block, its last id is remembered here.
 from collections.abc import Iterable
 from typing import Any
 
-from contract.labels import Labels
 from contract.memory import TaggedMemory
 from contract.notnow import NotNow
 from contract.requests import CaseRequest, scope_of
@@ -63,7 +62,6 @@ class ManagerState:
         self._windows = [one.window for one in self._manager.config.windows]
         self._requests: dict[int, CaseRequest] = {}
         self._pins: list[tuple[Pin, list[BlockId]]] = []
-        self._labels = Labels()
         self._memory = TaggedMemory(self._config["tokens_per_block"])
         self._dry_run = self._manager.dry_run()
 

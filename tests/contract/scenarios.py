@@ -12,7 +12,9 @@ from typing import Any, Protocol
 from contract.case import Case, UnknownKind
 from contract.functions import HELPERS
 from contract.judge import Observation
+from contract.labels import Names
 from contract.manager_driver import ManagerDriver
+from contract.models import Models
 from contract.notnow import NotNow
 from contract.policy_driver import PolicyDriver
 from kv_core.errors import FerryError
@@ -42,19 +44,19 @@ def observe(case: Case) -> Iterator[Observation]:
     """Observations of one scenario."""
     config, steps = case.content["config"], case.content["steps"]
     driver: Driver = DRIVERS[config["target"]](config)
+    models = Models(config) if config["target"] == "kv_cache_manager" and not case.is_heavy else None
+    names = Names()
     for ordinal, step in enumerate(steps):
         known = HELPERS | {"config": config, "step": step, "past": steps[:ordinal]}
         must_raise = bool(step.get("expect_error", False))
         answer, error = _call(driver, step)
-        known |= driver.known(step)
+        known |= driver.known(step) | (models.after(step) if models else {})
         yield Observation(step["op"], "error", must_raise, error is not None, known, ordinal)
-        if error is not None:
-            if must_raise and driver.goes_on:
+        if error is not None or must_raise:
+            if error is not None and must_raise and driver.goes_on:
                 continue
             return
-        if must_raise:
-            return
-        yield from _fields(step, ordinal, answer, known)
+        yield from _fields(step, ordinal, _named(answer, names), known, names)
 
 
 def _call(driver: Driver, step: Step) -> tuple[dict[str, Any], Exception | None]:
@@ -64,9 +66,17 @@ def _call(driver: Driver, step: Step) -> tuple[dict[str, Any], Exception | None]
         return {}, error
 
 
-def _fields(step: Step, ordinal: int, answer: dict[str, Any], known: dict[str, Any]) -> Iterator[Observation]:
+def _named(answer: dict[str, Any], names: Names) -> dict[str, Any]:
+    return answer | {"events": names.ours(answer["events"])} if "events" in answer else answer
+
+
+def _fields(
+    step: Step, ordinal: int, answer: dict[str, Any], known: dict[str, Any], names: Names
+) -> Iterator[Observation]:
     for derived, expect in ((False, step.get("expect")), (True, step.get("expect_derived"))):
         for field, expected in (expect or {}).items():
             if field not in answer:
                 raise UnknownKind(f"field {field!r} of operation {step['op']!r}")
+            if field == "events":
+                expected = names.expected(expected, known.get("seed", {}).get("events", answer["events"]))
             yield Observation(step["op"], field, expected, answer[field], known, ordinal, derived)

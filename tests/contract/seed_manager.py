@@ -50,15 +50,17 @@ class SeedSequence:
 class SeedManager:
     """All windows, ascending."""
 
+    window_class: type[SeedWindow] = SeedWindow
+
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
         self.size: int = config["tokens_per_block"]
         self.clock = Clock()
         self.log = Log(bool(config.get("event_buffer_max_size")))
         counts = sorted((int(window), numbers) for window, numbers in config["blocks_per_window"].items())
-        self.windows = [SeedWindow(config, window, numbers, self.clock, self.log) for window, numbers in counts]
+        self.windows = [self.window_class(config, window, numbers, self.clock, self.log) for window, numbers in counts]
         self.requests: dict[int, SeedSequence] = {}
-        self.dry: dict[int, int] = {}
+        self.listed: dict[tuple[int, int, int], list[int | None]] = {}
 
     def call(self, step: Step) -> Answer | None:
         """The seed's answer; NoFreeBlock where it raises."""
@@ -391,7 +393,7 @@ def mm_keys(items: dict[str, Any] | None, start: int, stop: int) -> tuple[tuple[
     if len({len(one) for one in lists}) != 1:
         return ()
     return tuple(
-        (tuple(words), max(0, start - position))
+        (tuple(words), max(0, start - position), max(0, position - start))
         for words, position, length in zip(*lists, strict=True)
         if stop > position and start < position + length
     )

@@ -54,6 +54,7 @@ class Block:
     expires: int | None = None
     name: Any = None
     owner: int | None = None
+    used: int = 0
 
     @property
     def in_tree(self) -> bool:
