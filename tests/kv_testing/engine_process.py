@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
+from kv_core.ids import Incarnation
 from kv_testing.nixl_peer import ucx_tls
 from kv_testing.worlds import FAST, Side, Switches, make_side, state_of
 from kv_transfer.agent.loopback import LoopbackHub
@@ -54,14 +55,14 @@ class EngineProcess:
     def door(self) -> _Address:
         """Where its instance door is; waits for the process to be up."""
         if self._address is None:
-            address, self._incarnation = self._receive()
-            self._address = _Address(address)
+            address, incarnation = self._receive()
+            self._address, self._incarnation = _Address(address), Incarnation(incarnation)
         return self._address
 
     @property
-    def incarnation(self) -> str:
+    def incarnation(self) -> Incarnation:
         assert self.door
-        return str(self._incarnation)
+        return self._incarnation
 
     def ask(self, order: str, *arguments: Any) -> Any:
         """Has the process do something: see `_obey` for what it can."""
@@ -121,7 +122,7 @@ def _obey(side: Side, faults: Switches, order: str, arguments: tuple[Any, ...]) 
             return side.offer(*arguments)
         case "order":
             address, transfer, request_id = arguments
-            return side.order(_Peer(_Address(address)), transfer, request_id)  # type: ignore[arg-type]
+            return side.order(_Peer(_Address(address), Incarnation("")), transfer, request_id)
         case "hold":
             (faults.holds_writes,) = arguments
             return None
@@ -137,3 +138,4 @@ def _obey(side: Side, faults: Switches, order: str, arguments: tuple[Any, ...]) 
 @dataclass(frozen=True)
 class _Peer:
     door: _Address
+    incarnation: Incarnation

@@ -100,7 +100,9 @@ ANY_MESSAGE: st.SearchStrategy[m.Message] = st.one_of(
     ),
     st.builds(m.Cancel, session=_ids, reason=_details),
     st.builds(m.Quiet, session=_ids),
-    st.builds(m.Release, transfer_id=_ids, prompt_key=_keys, consumer=_names, incarnation=st.none() | _names),
+    st.builds(
+        m.Release, transfer_id=_ids, prompt_key=st.none() | _keys, consumer=_names, incarnation=st.none() | _names
+    ),
 )
 """Messages within their bounds; those with big parts only as samples."""
 

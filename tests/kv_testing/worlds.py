@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from threading import Event
+from typing import Any, Protocol
 
 import torch
 
@@ -37,10 +38,12 @@ from kv_transfer.transceiver import Transceiver
 NUM_TOKENS = 40
 ALL = Span(0, NUM_TOKENS)
 PROMPT = b"k" * 32
+SOON_S = 20.0
+"""Far below the deadline of a load (40 s), far above what anything takes: machines of tests stall."""
 
 FAST = TransferConfig(
-    request_deadline_s=8.0,
-    lease_s=20.0,
+    request_deadline_s=40.0,
+    lease_s=60.0,
     peer_timeout_s=0.3,
     nudge_s=0.2,
     nudge_limit_s=0.5,
@@ -63,6 +66,22 @@ def state_of(
         layout=BlockLayout(order),  # type: ignore[arg-type]
         parallel=ParallelLayout.even(tp, list(stages), 4),
     )
+
+
+class Door(Protocol):
+    """As much of a door as its callers need."""
+
+    @property
+    def address(self) -> tuple[str, int]: ...
+
+
+class Callee(Protocol):
+    """As much of an instance as its peers need."""
+
+    @property
+    def door(self) -> Door: ...
+    @property
+    def incarnation(self) -> Incarnation: ...
 
 
 @dataclass
@@ -89,15 +108,35 @@ class Side:
         lease_s: float | None = None,
     ) -> TransferId:
         """Fill the blocks with their tags, and let peers read them."""
-        transfer = TransferId(transfer_id or fresh_id())
+        offer = self.make_offer(request_id, transfer_id, prompt_key, num_tokens)
         fill(self.world, Span(0, num_tokens))
-        self.door.open_offer(transfer, RequestId(request_id), prompt_key, lease_s)
+        self.door.open_offer(offer.transfer_id, offer.request_id, prompt_key, lease_s)
         for rank in self.ranks:
-            rank.offer(Offer(transfer, RequestId(request_id), prompt_key, num_tokens, self.world.table))
-        return transfer
+            rank.offer(offer)
+        return offer.transfer_id
 
-    def step(self) -> None:
-        """What an engine does at every step: pass on settlements, collect what has ended."""
+    def make_offer(
+        self,
+        request_id: str = "p0",
+        transfer_id: str | None = None,
+        prompt_key: bytes = PROMPT,
+        num_tokens: int = NUM_TOKENS,
+    ) -> Offer:
+        """An offer of this side's blocks, not handed in."""
+        transfer = TransferId(transfer_id or fresh_id())
+        return Offer(transfer, RequestId(request_id), prompt_key, num_tokens, self.world.table)
+
+    def settle(self, transfer_id: str, request_id: str = "p0", reason: str = "aborted") -> None:
+        """End an offer at every rank, without its door."""
+        for rank in self.ranks:
+            rank.settle(TransferId(transfer_id), RequestId(request_id), reason)
+
+    def withdraw(self, request_id: str = "p0", reason: str = "aborted") -> None:
+        """End an offer as the engine does."""
+        self.door.withdraw_offer(RequestId(request_id), reason)
+
+    def step(self) -> list[tuple[int, RequestId]]:
+        """What an engine does at every step: pass on settlements, collect what has ended. Answers all sent so far."""
         for settled in self.door.poll_settled():
             for rank in self.ranks:
                 rank.settle(settled.transfer_id, settled.request_id, settled.reason)
@@ -105,12 +144,13 @@ class Side:
             progress = rank.poll()
             self.sent += [(number, request_id) for request_id in progress.sent]
             self.received += [(number, received) for received in progress.received]
+        return self.sent
 
     # -- as a decode engine ------------------------------------------------------------------------------------------
 
     def order(
         self,
-        peer: "Side",
+        peer: Callee,
         transfer_id: str,
         request_id: str = "d0",
         tokens: Span = ALL,
@@ -119,21 +159,31 @@ class Side:
         only_ranks: Sequence[int] | None = None,
     ) -> None:
         """Have every rank fetch its part."""
-        host, port = peer.door.address
-        order = ReceiveOrder(
-            RequestId(request_id),
-            TransferId(transfer_id),
-            prompt_key,
-            tokens,
-            self.world.table,
-            host,
-            port,
-            Incarnation(incarnation) if incarnation else None,
-        )
+        order = self.make_order(*peer.door.address, transfer_id, request_id, tokens, prompt_key, incarnation)
         for number in range(len(self.ranks)) if only_ranks is None else only_ranks:
             self.ranks[number].receive(order)
 
-    def release(self, peer: "Side", transfer_id: str, request_id: str = "d0", prompt_key: bytes = PROMPT) -> None:
+    def make_order(
+        self,
+        host: str,
+        port: int,
+        transfer_id: str,
+        request_id: str = "d0",
+        tokens: Span = ALL,
+        prompt_key: bytes = PROMPT,
+        incarnation: str | None = None,
+    ) -> ReceiveOrder:
+        """An order into this side's blocks, not handed in."""
+        run = Incarnation(incarnation) if incarnation else None
+        request, transfer = RequestId(request_id), TransferId(transfer_id)
+        return ReceiveOrder(request, transfer, prompt_key, tokens, self.world.table, host, port, run)
+
+    def abort(self, request_id: str = "d0") -> None:
+        """Give an order up, at every rank."""
+        for rank in self.ranks:
+            rank.abort(RequestId(request_id))
+
+    def release(self, peer: Callee, transfer_id: str, request_id: str = "d0", prompt_key: bytes = PROMPT) -> None:
         """Say that this consumer is done."""
         self.door.release(
             *peer.door.address,
@@ -144,19 +194,19 @@ class Side:
         )
 
     def outcomes(
-        self, request_id: str = "d0", timeout_s: float = 12.0, *, others: Sequence["Side"] = ()
+        self, request_id: str = "d0", timeout_s: float = 60.0, *, others: Sequence["Side"] = ()
     ) -> list[Received]:
         """What every rank reported for this request, by rank, once all have; steps the other sides meanwhile."""
 
-        def reported() -> list[Received] | None:
+        def reported() -> list[Received]:
             for side in (self, *others):
                 side.step()
             found = {rank: each for rank, each in self.received if each.request_id == request_id}
-            return [found[rank] for rank in sorted(found)] if len(found) == len(self.ranks) else None
+            return [found[rank] for rank in sorted(found)] if len(found) == len(self.ranks) else []
 
-        return wait_for(reported, timeout_s, f"the outcomes of {request_id}")  # type: ignore[return-value]
+        return wait_for(reported, timeout_s, f"the outcomes of {request_id}")
 
-    def outcome(self, request_id: str = "d0", timeout_s: float = 12.0, *, others: Sequence["Side"] = ()) -> Received:
+    def outcome(self, request_id: str = "d0", timeout_s: float = 60.0, *, others: Sequence["Side"] = ()) -> Received:
         """The worst of the ranks' outcomes."""
         return min(self.outcomes(request_id, timeout_s, others=others), key=lambda each: each.ok)
 
@@ -187,7 +237,7 @@ class Side:
         """A counter, summed over the ranks."""
         return sum(rank._reactor.counters[counter] for rank in self.ranks)
 
-    def check_clean(self, timeout_s: float = 10.0) -> None:
+    def check_clean(self, timeout_s: float = 30.0) -> None:
         """Nothing is open, and every arena is whole."""
         deadline = time.monotonic() + timeout_s
         while found := self.open():
@@ -272,9 +322,9 @@ def pair(
         yield p, d, hub
 
 
-def fresh_id() -> str:
+def fresh_id() -> TransferId:
     """A transfer id that nobody has used."""
-    return secrets.token_hex(16)
+    return TransferId(secrets.token_hex(16))
 
 
 @dataclass
@@ -304,3 +354,8 @@ class Switches:
             return ()
         delay_s = 0.0 if self.delay_s is None else self.delay_s()
         return (delay_s, delay_s) if self.doubled else (delay_s,)
+
+
+def hang_until(event: Event) -> None:
+    """Keeps a reactor busy, as if its process were stopped."""
+    event.wait(10)

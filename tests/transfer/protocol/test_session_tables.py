@@ -101,12 +101,12 @@ def test_every_wait_has_a_deadline():
     """Law L3."""
     for state in (Sending.PARKED, Sending.SERVING, Sending.STOPPING, Sending.DRAINING):
         assert SendEvent.DEADLINE in SENDER[state]
-    for state in (Receiving.WAITING, Receiving.ASKING, Receiving.MOVING):
-        assert ReceiveEvent.FAIL in RECEIVER[state]
-    for state in (Receiving.CLOSING, Receiving.CANCELLING):
-        assert ReceiveEvent.EXPIRED in RECEIVER[state]
-    for state in set(Receiving) - {Receiving.ENDED}:
-        assert ReceiveEvent.PEER_DEAD in RECEIVER[state]
+    for waits in (Receiving.WAITING, Receiving.ASKING, Receiving.MOVING):
+        assert ReceiveEvent.FAIL in RECEIVER[waits]
+    for ends in (Receiving.CLOSING, Receiving.CANCELLING):
+        assert ReceiveEvent.EXPIRED in RECEIVER[ends]
+    for lives in set(Receiving) - {Receiving.ENDED}:
+        assert ReceiveEvent.PEER_DEAD in RECEIVER[lives]
 
 
 def test_whatever_a_peer_repeats_is_taken():
@@ -114,9 +114,9 @@ def test_whatever_a_peer_repeats_is_taken():
     for state in (Sending.PARKED, Sending.SERVING, Sending.STOPPING, Sending.DRAINING, Sending.ENDED):
         for event in (SendEvent.ASK, SendEvent.CLOSE, SendEvent.CANCEL):
             assert event in SENDER[state], (state, event)
-    for state in (Receiving.MOVING, Receiving.CLOSING, Receiving.CANCELLING):
-        for event in (ReceiveEvent.READY, ReceiveEvent.REFUSE, ReceiveEvent.QUIET):
-            assert event in RECEIVER[state], (state, event)
+    for there in (Receiving.MOVING, Receiving.CLOSING, Receiving.CANCELLING):
+        for late in (ReceiveEvent.READY, ReceiveEvent.REFUSE, ReceiveEvent.QUIET):
+            assert late in RECEIVER[there], (there, late)
 
 
 def test_joint_rules_hold_only_with_nothing_under_way():
@@ -127,9 +127,9 @@ def test_joint_rules_hold_only_with_nothing_under_way():
         if state is Sending.DRAINING and not writes:
             expected = SendEvent.WRITES_OVER
         assert sender_joint(state, reads, writes) is expected
-    for state, left in itertools.product(Receiving, (0, 1)):
-        expected = ReceiveEvent.COMPLETE if state is Receiving.MOVING and not left else None
-        assert receiver_joint(state, left) is expected
+    for there, left in itertools.product(Receiving, (0, 1)):
+        complete = ReceiveEvent.COMPLETE if there is Receiving.MOVING and not left else None
+        assert receiver_joint(there, left) is complete
 
 
 @given(st.lists(st.sampled_from(SendEvent), max_size=30))

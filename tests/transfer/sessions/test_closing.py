@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from kv_core.errors import FerryError
+from kv_core.ids import Incarnation, InstanceId, Rank
 from kv_testing.tagged import make_world
 from kv_testing.waiting import wait_for
-from kv_testing.worlds import FAST, NUM_TOKENS, PROMPT, Switches, fresh_id, make_side, pair, sides, state_of
+from kv_testing.worlds import FAST, SOON_S, Switches, fresh_id, hang_until, make_side, pair, sides, state_of
 from kv_transfer.agent.loopback import LoopbackHub
-from kv_transfer.orders import Offer
 from kv_transfer.transceiver import Transceiver
 from kv_transfer.wire import CannotListen
 
@@ -38,12 +38,12 @@ def test_five_rounds_on_the_same_ports_with_transfers_running():
         ports = [p.door.address[1], *(rank.card.port for rank in p.ranks)]
         d.order(p, p.offer())
         d.order(p, fresh_id(), "parked")
-        wait_for(lambda faults=faults: faults.num_held, what="a held write")
+        _wait_for_a_held_write(faults)
         start = time.monotonic()
         faults.holds_writes = number % 2 == 0
         for side in (d, p) if number < 3 else (p, d):
             side.close(timeout_s=1.0)
-        assert time.monotonic() - start < 4.0
+        assert time.monotonic() - start < SOON_S
         for request_id in ("d0", "parked"):
             received = d.outcome(request_id)
             assert received.ok or "clos" in received.reason, received.reason
@@ -59,8 +59,8 @@ def test_closing_twice_and_working_on_afterwards():
             side.close()
         d.order(p, fresh_id())
         assert d.outcome().reason == "closed"
-        p.ranks[0].offer(_offer(p))
-        p.ranks[0].settle(_offer(p).transfer_id, "p0", "aborted")
+        p.ranks[0].offer(p.make_offer(transfer_id="0" * 32))
+        p.settle("0" * 32)
         p.step()
         assert p.sent == [(0, "p0")]
         d.door.release("127.0.0.1", 7777, fresh_id(), b"k", "c")
@@ -78,7 +78,7 @@ def test_a_port_in_use_fails_in_the_constructor_by_name():
             make_side(hub, "x", state_of(), ports=[0, taken])
         with pytest.raises(CannotListen, match=f"port={p.door.address[1]}"):
             make_side(hub, "x", state_of(), ports=[p.door.address[1], 0])
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < SOON_S
         assert issubclass(CannotListen, FerryError)
 
 
@@ -106,12 +106,16 @@ def test_host_names_can_be_listened_at():
 
 def test_caches_that_are_not_as_stated_are_refused_before_anything_starts():
     hub = LoopbackHub()
-    caches = make_world(state_of(2), 8, "CBHTD", 0).caches[0]
+    caches = make_world(state_of(2), 8, "CBHTD", 0).caches[Rank(0)]
     agent = hub.agent()
     with pytest.raises(ValueError, match="the caches are not as stated: heads"):
-        Transceiver(FAST, "x", "x-1", 0, state_of(1), caches, agent)
+        Transceiver(FAST, InstanceId("x"), Incarnation("x-1"), Rank(0), state_of(1), caches, agent)
     agent.close(1.0)
     assert [name for name in _ferry_threads() if not name.startswith("agent-")] == []
+
+
+def _wait_for_a_held_write(faults):
+    wait_for(lambda: faults.num_held, what="a held write")
 
 
 class _Bug(BaseException):
@@ -140,7 +144,7 @@ def test_a_reactor_that_dies_reports_everything(side):
         else:
             p.ranks[0]._reactor.post(bug)
             wait_for(lambda: not p.ranks[0]._reactor.is_alive, what="the end of the thread")
-            p.ranks[0].settle(transfer, "p0", "released")
+            p.settle(transfer)
             p.step()
             assert p.sent == [(0, "p0")]
             assert "dead" in d.outcome().reason
@@ -165,16 +169,12 @@ def test_an_error_of_our_own_does_not_end_the_thread():
 def test_engine_facing_calls_do_not_wait_for_a_busy_reactor():
     with pair() as (p, d, _):
         go_on = threading.Event()
-        d.ranks[0]._reactor.post(lambda: go_on.wait(5) and None)
+        d.ranks[0]._reactor.post(lambda: hang_until(go_on))
         start = time.monotonic()
         d.order(p, p.offer())
-        d.ranks[0].abort("d0")
+        d.abort("d0")
         d.ranks[0].poll()
         d.ranks[0].status()
-        assert time.monotonic() - start < 0.5
+        assert time.monotonic() - start < SOON_S
         go_on.set()
         d.outcome(others=[p])
-
-
-def _offer(side):
-    return Offer("0" * 32, "p0", PROMPT, NUM_TOKENS, side.world.table)

@@ -6,7 +6,7 @@ from threading import Event
 
 from kv_core.spans import Span
 from kv_testing.waiting import wait_for
-from kv_testing.worlds import FAST, Switches, make_side, pair, sides, state_of
+from kv_testing.worlds import FAST, SOON_S, Switches, hang_until, make_side, pair, sides, state_of
 from kv_transfer.agent.loopback import LoopbackHub
 
 
@@ -35,7 +35,7 @@ def test_a_dead_sender_fails_the_load_fast_and_frees_its_regions():
         received = d.outcome()
         assert not received.ok
         assert "is dead" in received.reason
-        assert time.monotonic() - start < 3.0
+        assert time.monotonic() - start < SOON_S
         assert d.misplaced(Span(0, 0)) == 0
         d.check_clean()
         assert d.count("regions_freed_late") > 0
@@ -89,7 +89,7 @@ def test_a_sender_that_restarts_in_the_middle_of_a_load():
             received = d.outcome()
             assert not received.ok
             assert "dead" in received.reason
-            assert time.monotonic() - start < 3.0
+            assert time.monotonic() - start < SOON_S
             d.check_clean()
             again.check_clean()
 
@@ -123,7 +123,7 @@ def test_a_silent_peer_is_not_dead():
             transfer = p.offer()
             d.order(p, transfer)
             wait_for(lambda: faults.num_held, what="a held write")
-            p.ranks[0]._reactor.post(lambda: go_on.wait(10) and None)
+            p.ranks[0]._reactor.post(lambda: hang_until(go_on))
             received = d.outcome()
             assert "deadline of 1.5 s" in received.reason
             time.sleep(1.0)

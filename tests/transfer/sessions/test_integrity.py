@@ -82,7 +82,7 @@ def test_a_load_that_fails_waits_for_its_last_scatter():
     with pair(decode_faults=Switches(corrupts=pause)) as (p, d, _):
         d.order(p, p.offer())
         wait_for(entered.is_set, what="a scatter under way")
-        d.ranks[0].abort("d0")
+        d.abort("d0")
         wait_for(lambda: d.ranks[0].status().counters.get("loads_failed"), what="the decision")
         d.step()
         assert d.received == []

@@ -8,7 +8,7 @@ import pytest
 from kv_core.spans import Span
 from kv_testing.engine_process import EngineProcess, make_nixl_side
 from kv_testing.waiting import wait_for
-from kv_testing.worlds import FAST, Switches, sides, state_of
+from kv_testing.worlds import FAST, SOON_S, Switches, sides, state_of
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(300)]
 
@@ -54,7 +54,7 @@ def test_kill_9_of_the_prefill_engine_in_the_middle_of_a_load(tls):
             p.kill()
             received = d.outcome("d1", 10)
             assert "is dead" in received.reason
-            assert time.monotonic() - start < 4.0, "a dead peer must be noticed long before the deadline"
+            assert time.monotonic() - start < SOON_S, "a dead peer must be noticed long before the deadline"
             d.check_clean()
             assert d.count("regions_freed_late") > 0
         with EngineProcess("p", tls) as again:
@@ -89,7 +89,7 @@ def test_a_stopped_prefill_engine_writes_late_into_quarantine_only(tls):
         start = time.monotonic()
         received = d.outcome("d1", 10)
         assert "deadline" in received.reason
-        assert time.monotonic() - start < HASTY.request_deadline_s + 1
+        assert time.monotonic() - start < SOON_S
         time.sleep(1.0)
         arena = d.receive_arena()
         assert arena.num_quarantined > 0, "a stopped peer is still a writer"

@@ -67,7 +67,7 @@ def test_memory_is_asked_for_only_after_ready():
         d.order(p, transfer, "runs")
         assert d.outcome("runs", others=[p]).ok
         assert d.receive_arena().num_leases == 0
-        d.ranks[0].abort("waits")
+        d.abort("waits")
         assert not d.outcome("waits", others=[p]).ok
         d.release(p, transfer, "runs")
         d.check_clean()

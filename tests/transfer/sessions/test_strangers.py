@@ -10,9 +10,10 @@ import msgspec
 import pytest
 import zmq
 
+from kv_core.ids import Incarnation, InstanceId, Rank, SessionId
 from kv_testing.messages import SAMPLES, mutated
 from kv_testing.waiting import wait_for
-from kv_testing.worlds import fresh_id, pair, state_of
+from kv_testing.worlds import SOON_S, fresh_id, pair, state_of
 from kv_transfer.protocol import codec
 from kv_transfer.protocol import messages as m
 
@@ -31,23 +32,25 @@ class Caller:
 
     def __init__(self, context):
         self._context = context
-        self._socket = None
+        self._socket = context.socket(zmq.DEALER)
 
     def call(self, host, port):
-        self._socket = self._context.socket(zmq.DEALER)
         self._socket.connect(f"tcp://{host}:{port}")
         return self
 
     def say(self, *frames):
         self._socket.send_multipart(list(frames))
 
-    def ask(self, message, timeout_ms=3000):
+    def ask(self, message, timeout_ms=30_000):
         self.say(codec.encode(message))
         return self.hear(timeout_ms)
 
-    def hear(self, timeout_ms=3000):
-        assert self._socket.poll(timeout_ms), "no answer"
-        return codec.decode(self._socket.recv())
+    def hear(self, timeout_ms=30_000):
+        while True:
+            assert self._socket.poll(timeout_ms), "no answer"
+            message = codec.decode(self._socket.recv())
+            if not isinstance(message, m.Ping):
+                return message
 
 
 def _doors(p):
@@ -115,7 +118,7 @@ def test_a_door_of_a_foreign_version_fails_the_load_with_both_versions(caller, m
         d.order(p, p.offer())
         start = time.monotonic()
         assert "wire versions differ: ours=1, theirs=9" in d.outcome(others=[p]).reason
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < SOON_S
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: type(sample).__name__)
@@ -139,8 +142,10 @@ def test_status_tells_what_is_open(caller):
     with pair(state_of(2), state_of(1)) as (p, d, _):
         transfer = p.offer()
         doors = _doors(p)
-        assert caller.call(*doors["rank"]).ask(m.StatusRequest()).gauges["offers"] == 1
-        assert _fresh(caller).call(*doors["instance"]).ask(m.StatusRequest()).gauges["offers"] == 1
+        caller.call(*doors["rank"])
+        at_door = _fresh(caller).call(*doors["instance"])
+        wait_for(lambda: caller.ask(m.StatusRequest()).gauges["offers"] == 1, what="the offer at the rank")
+        wait_for(lambda: at_door.ask(m.StatusRequest()).gauges["offers"] == 1, what="the offer at the door")
         d.order(p, transfer)
         assert d.outcome(others=[p]).ok
         d.release(p, transfer)
@@ -153,8 +158,12 @@ def test_status_tells_what_is_open(caller):
 
 def test_a_pong_tells_who_is_there(caller):
     with pair() as (p, _, _hub):
-        assert caller.call(*_doors(p)["rank"]).ask(m.Ping()) == m.Pong(incarnation=p.incarnation, rank=0)
+        assert caller.call(*_doors(p)["rank"]).ask(m.Ping()) == m.Pong(incarnation=p.incarnation, rank=Rank(0))
         assert _fresh(caller).call(*_doors(p)["instance"]).ask(m.Ping()) == m.Pong(incarnation=p.incarnation, rank=None)
+
+
+def _hello(incarnation, card, agent):
+    return m.Hello(instance=InstanceId("evil"), incarnation=Incarnation(incarnation), card=card, agent=agent)
 
 
 class TestAnImpostor:
@@ -166,7 +175,9 @@ class TestAnImpostor:
             card = msgspec.structs.replace(d.ranks[0].card, port=listener.getsockname()[1])
             impostor = caller.call(*_doors(p)["rank"])
             agent = hub.agent()
-            hello = m.Hello(instance="evil", incarnation="evil-1", card=card, agent=agent.card())
+            hello = m.Hello(
+                instance=InstanceId("evil"), incarnation=Incarnation("evil-1"), card=card, agent=agent.card()
+            )
             assert isinstance(impostor.ask(hello), m.HelloReply)
             yield p, d, impostor
             agent.close(1.0)
@@ -178,7 +189,9 @@ class TestAnImpostor:
         d.order(p, transfer)
         assert d.outcome(others=[p]).ok
         stolen = d.cores[0]._room.identity.agent
-        hello = m.Hello(instance="evil", incarnation="evil-2", card=d.ranks[0].card, agent=stolen)
+        hello = m.Hello(
+            instance=InstanceId("evil"), incarnation=Incarnation("evil-2"), card=d.ranks[0].card, agent=stolen
+        )
         answer = _fresh(caller).call(*_doors(p)["rank"]).ask(hello)
         assert isinstance(answer, m.HelloRefused)
         assert answer.reasons[0].field == "agent"
@@ -216,7 +229,7 @@ class TestAnImpostor:
         answer = impostor.ask(self._ask(p, p.offer(), **changes))
         assert isinstance(answer, m.Refuse)
         assert why in answer.detail
-        p.door.withdraw_offer("p0", "test")
+        p.withdraw("p0", "test")
         p.check_clean()
 
     @pytest.mark.parametrize(("seq", "num_bytes"), [(0, 1), (0, 1 << 40), (9999, 1024)])
@@ -229,7 +242,7 @@ class TestAnImpostor:
         answer = impostor.ask(grant)
         assert (type(answer), answer.code) == (m.Refuse, m.RefuseCode.UNFIT)
         assert isinstance(impostor.hear(), m.Quiet)
-        p.door.withdraw_offer("p0", "test")
+        p.withdraw("p0", "test")
         p.check_clean()
 
     def test_a_grant_into_memory_that_is_not_registered_fails_only_its_session(self, world):
@@ -252,14 +265,14 @@ class TestAnImpostor:
         answer = impostor.ask(m.Cancel(session=name, reason="mine"))
         assert (type(answer), answer.code) == (m.Rejected, m.RejectCode.UNEXPECTED)
         assert p.ranks[0].status().gauges["parked"] == 1
-        d.ranks[0].abort("d0")
+        d.abort("d0")
         d.check_clean()
 
     def test_an_ended_session_never_begins_again(self, world):
         p, _, impostor = world
-        assert isinstance(impostor.ask(m.Cancel(session="e" * 32, reason="early")), m.Quiet)
+        assert isinstance(impostor.ask(m.Cancel(session=SessionId("e" * 32), reason="early")), m.Quiet)
         answer = impostor.ask(self._ask(p, p.offer()))
         assert (type(answer), answer.code) == (m.Refuse, m.RefuseCode.GONE)
         assert isinstance(impostor.hear(), m.Quiet)
-        p.door.withdraw_offer("p0", "test")
+        p.withdraw("p0", "test")
         p.check_clean()

@@ -54,7 +54,11 @@ def test_a_timer_that_raises_leaves_the_others(clock):
 
 def test_timers_set_by_timers_run_next_time(clock):
     timers, ran = Timers(clock), []
-    timers.after(0, lambda: timers.after(0, lambda: ran.append("second")))
+
+    def again():
+        timers.after(0, lambda: ran.append("second"))
+
+    timers.after(0, again)
     timers.run_due()
     assert ran == []
     timers.run_due()
@@ -93,7 +97,7 @@ def test_a_grace_begins_anew_after_a_stop(clock):
 
 
 def test_tombstones_are_bounded_in_time_and_number():
-    stones = Tombstones(remember_s=10, most=3)
+    stones: Tombstones[int, str] = Tombstones(remember_s=10, most=3)
     for number in range(5):
         stones.bury(number, f"word {number}", float(number))
     assert len(stones) == 3

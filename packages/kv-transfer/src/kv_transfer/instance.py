@@ -107,11 +107,13 @@ class InstanceDoor:
         host: str,
         port: int,
         transfer_id: TransferId,
-        prompt_key: bytes,
+        prompt_key: bytes | None,
         consumer: str,
         incarnation: Incarnation | None = None,
     ) -> None:
         """Tells a remote door that `consumer` is done with one offer of this pair.
+
+        Without a prompt key the transfer's only prompt is meant; if it has several, only their leases end the offer.
 
         Repeated until it is answered, nobody listens there any more, or `release_deadline_s` has passed. A consumer
         name must be unique over all instances, for example "<incarnation>/<request id>".
@@ -216,8 +218,8 @@ class _Porter:
     def _released(self, message: Release) -> ReleaseReply:
         known = False
         if message.incarnation in (None, self.incarnation):
-            pair = message.transfer_id, message.prompt_key
-            known, settled = self._leases.release(pair, message.consumer, self._reactor.timers.clock())
+            now = self._reactor.timers.clock()
+            known, settled = self._leases.release(message.transfer_id, message.prompt_key, message.consumer, now)
             self._end(settled)
         if not known:
             self._reactor.counters.add("unknown_releases")

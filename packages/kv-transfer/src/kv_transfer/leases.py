@@ -45,9 +45,17 @@ class LeaseBook:
         offers.leases[request_id] = lease_end
         self._pair_of[request_id] = pair
 
-    def release(self, pair: Pair, consumer: str, now: float) -> tuple[bool, Settled | None]:
-        """Whether the pair is known; and the offer that this consumer settles, the oldest, if there is one left."""
-        offers = self._pairs.get(pair)
+    def release(
+        self, transfer_id: TransferId, prompt_key: bytes | None, consumer: str, now: float
+    ) -> tuple[bool, Settled | None]:
+        """Whether the pair is known; and the offer that this consumer settles, the oldest, if there is one left.
+
+        Without a prompt key the transfer's only pair is meant; if it has several, nothing is settled but by its lease.
+        """
+        pairs = self._pairs_of(transfer_id) if prompt_key is None else [(transfer_id, prompt_key)]
+        if len(pairs) > 1:
+            return True, None
+        offers = self._pairs.get(pairs[0]) if pairs else None
         if offers is None:
             return False, None
         if consumer in offers.consumers or not offers.leases:
@@ -68,6 +76,9 @@ class LeaseBook:
         for pair in [pair for pair, offers in self._pairs.items() if not offers.leases and offers.forget_at <= now]:
             del self._pairs[pair]
         return settled
+
+    def _pairs_of(self, transfer_id: TransferId) -> list[Pair]:
+        return [pair for pair in self._pairs if pair[0] == transfer_id]
 
     def _settle(self, request_id: RequestId, reason: str, now: float) -> Settled:
         pair = self._pair_of.pop(request_id)

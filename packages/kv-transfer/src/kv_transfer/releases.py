@@ -19,7 +19,7 @@ from kv_transfer.wire import Link, Probe, UnusableAddress, Wire
 logger = logging.getLogger(__name__)
 
 Door = tuple[str, int]
-Errand = tuple[str, bytes, str]
+Errand = tuple[str, bytes | None, str]
 """Transfer id, prompt key and consumer of a release."""
 
 

@@ -249,10 +249,13 @@ class InstanceRefused(Payload, frozen=True, tag="instance-refused"):
 
 
 class Release(Payload, frozen=True, tag="release"):
-    """One consumer is done with one offer of this pair. Idempotent per consumer; repeated until answered."""
+    """One consumer is done with one offer of this pair. Idempotent per consumer; repeated until answered.
+
+    Without a prompt key (a request whose prompt was never seen) the transfer's only pair is meant.
+    """
 
     transfer_id: TransferName
-    prompt_key: PromptKey
+    prompt_key: PromptKey | None
     consumer: Name
     incarnation: IncarnationName | None
 
@@ -261,7 +264,7 @@ class ReleaseReply(Payload, frozen=True, tag="released"):
     """`known` is false if we never heard of the transfer, or forgot it long ago."""
 
     transfer_id: TransferName
-    prompt_key: PromptKey
+    prompt_key: PromptKey | None
     consumer: Name
     known: bool
 
