@@ -14,6 +14,7 @@ Law: a window says how many blocks it needs before it changes anything, and need
 from array import array
 from typing import NamedTuple
 
+from kv_core.retention import DEFAULT_PRIORITY, Retention
 from kv_core.runs import Run
 from kv_core.sequence import Sequence, Table
 from kv_core.spans import ceil_div
@@ -189,6 +190,9 @@ def _take(window: Window, sequence: Sequence, table: Table, tail: Run, decided: 
     lower = [run for run in _path(tail, decided.start) if run.tier != Tier.DEVICE]
     if source is not None and decided.takes_over:
         own = _take_over(window, source)
+        [(_, _, wish)] = sequence.wished(decided.num_whole, decided.num_whole + 1)
+        if wish.priority is None and (own.priority, own.duration_ms) != (DEFAULT_PRIORITY, None):
+            window.overrides[own.ids[0]] = Retention(own.priority, own.duration_ms)  # core spec D38
         lower += [own] if own.tier != Tier.DEVICE else []
         taken = take_and_onboard(window, lower, decided.num_taken)
         taken = own.ids + taken
@@ -287,6 +291,8 @@ def copy(window: Window, source_id: int, block_ids: "array[int]", num_tokens: in
 
 
 def _count(window: Window, decided: Plan) -> None:
+    if not window.config.reuse:
+        return
     window.counters.reused += decided.num_whole + (decided.source is not None)
     window.counters.missed += decided.num_missed
 

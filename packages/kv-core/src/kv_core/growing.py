@@ -139,7 +139,7 @@ def _shrink_partial(window: Window, table: Table, num_tokens: int, stop: int) ->
 
 def _pop(window: Window, sequence: Sequence, table: Table) -> None:
     """The last private block becomes free, first in line among those of its priority."""
-    [(_, _, wish)] = sequence.wished(table.stop - 1, table.stop)
+    [(_, _, wish)] = window.wished(sequence, table, table.stop - 1, table.stop)
     window.release_private(array("i", [table.ids.pop()]), wish, front=True)
 
 

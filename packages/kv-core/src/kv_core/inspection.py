@@ -13,7 +13,7 @@ from kv_core.events import Event, Stored, StoredPiece
 from kv_core.ids import BlockId, BlockOrdinal
 from kv_core.pins import Held
 from kv_core.request import BlockView, Lookup
-from kv_core.retention import MAX_PRIORITY, MIN_PRIORITY
+from kv_core.retention import DEFAULT_PRIORITY, MAX_PRIORITY, MIN_PRIORITY, Retention
 from kv_core.runs import Run
 from kv_core.sequence import Sequence, Table
 from kv_core.stats import TierStats, WindowStats
@@ -64,9 +64,9 @@ def inspect(window: Window, block_id: BlockId, tables: Iterable[tuple[Sequence, 
             _before(*found),
         )
     for sequence, table in tables:
-        for start, stop, wish in sequence.wished(max(table.published, table.start), table.stop):
+        for start, stop, wish in window.wished(sequence, table, max(table.published, table.start), table.stop):
             if block_id in table.private_ids(start, stop):
-                priority = Run(None, 0, b"", table.ids[:0]).priority if wish.priority is None else wish.priority
+                priority = DEFAULT_PRIORITY if wish.priority is None else wish.priority
                 return BlockView(place.tier, place.slot, priority, True, False, None, None)
     for run in window.queues[place.tier]:
         if block_id in run.ids:
@@ -74,12 +74,15 @@ def inspect(window: Window, block_id: BlockId, tables: Iterable[tuple[Sequence, 
     return BlockView(place.tier, place.slot, window.orphans[block_id].priority or 0, True, False, None, None)
 
 
-def set_priority(window: Window, block_id: BlockId, priority: int) -> bool:
-    """Write the priority of a published block; False if it is not published."""
+def set_priority(window: Window, block_id: BlockId, priority: int, tables: Iterable[tuple[Sequence, Table]]) -> bool:
+    """Write the priority of a block that is published or some request's; False if it is neither."""
     if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
         raise CallerError(f"priority outside of {MIN_PRIORITY}..{MAX_PRIORITY}: priority={priority}")
     found = find(window, block_id)
     if found is None:
+        if any(block_id in table.ids for _, table in tables):
+            window.overrides[block_id] = Retention(priority)
+            return True
         return False
     run = isolate(window, *found)
     if window.events is not None and run.keys is not None and run.priority != priority:
@@ -108,7 +111,9 @@ def snapshot(window: Window) -> list[Event]:
             assert root.parent is not None, "law: chains begin at roots"
             root = root.parent
         parent = run.parent.keys[-1] if run.parent.keys else None
-        piece = StoredPiece(tuple(run.keys), run.exact_tokens(), root.width, window.tokens_per_block, run.tier, run.priority)
+        piece = StoredPiece(
+            tuple(run.keys), run.exact_tokens(), root.width, window.tokens_per_block, run.tier, run.priority
+        )
         events.append(Event(0, window.size, Stored(parent, root.scope, (piece,))))
     return events
 

@@ -261,11 +261,11 @@ class KVCacheManager:
         return inspection.inspect(ours, block_id, self._registry.tables(ours))
 
     def set_priority(self, window: int, block_id: BlockId, priority: int) -> bool:
-        """Write the priority of a published block; False if it is not published.
-
-        Its place among the free ones changes when it is next released.
+        """Write the priority of a block; False if it is empty. Its place among the free ones is another once it was
+        held and released again.
         """
-        return inspection.set_priority(self._registry.window(window), block_id, priority)
+        ours = self._registry.window(window)
+        return inspection.set_priority(ours, block_id, priority, self._registry.tables(ours))
 
     def check(self) -> None:
         """Prove all invariants; AssertionError names the broken law. Linear in everything."""

@@ -43,7 +43,7 @@ def publish(window: Window, sequence: Sequence, table: Table, filled: Filled) ->
         withdraw_partial(window, table)
     chain = _Chain(window, sequence, table, log, filled.keys)
     chain.bridge(min(table.start, filled.stop))
-    for start, stop, wish in sequence.wished(table.published, filled.stop):
+    for start, stop, wish in list(window.wished(sequence, table, max(table.published, table.start), filled.stop)):
         chain.blocks(start, stop, wish)
     chain.flush()
     if filled.tail_tokens and table.published == filled.stop and not table.stuck:
@@ -122,7 +122,7 @@ class _Chain:
         run = Run(table.tail, at, tokens, table.ids[at - table.start : at - table.start + 1], self.block_bytes)
         run.is_partial = True
         self._link(run, at + 1)
-        wishes = list(self.sequence.wished(at, at + 1))
+        wishes = list(window.wished(self.sequence, table, at, at + 1))
         run.priority, run.duration_ms = _or_default(wishes[0][2], run)
         self._hold(run)
         table.partial = run
@@ -178,6 +178,7 @@ class _Chain:
         self._advance(run)
 
     def _hold(self, run: Run) -> None:
+        self.window.forget_overrides(run.ids)
         run.holders += 1
         run.used = self.window.now
 
@@ -193,6 +194,7 @@ class _Chain:
             table.stuck = True
             return
         if run.tier == Tier.DEVICE:
+            window.forget_overrides(table.ids[own])
             window.release_duplicates(table.ids[own])
             table.ids[own] = run.ids
             window.hold(run, run.start)

@@ -190,10 +190,20 @@ class Registry:
             if not growing.can_grow(window, sequence, table, length):
                 return False
         for window, table in self.pairs(sequence):
+            self._publish_what_goes(window, sequence, table, growing.front(window, table, length))
             growing.grow(window, sequence, table, length)
         sequence.num_tokens = length
         sequence.room = self.room(sequence)
         return True
+
+    def _publish_what_goes(self, window: Window, sequence: Sequence, table: Table, stop: int) -> None:
+        """Blocks that a sliding window is about to drop become findable first, as far as is known what they hold."""
+        log = sequence.log
+        if log is None or sequence.request.is_dummy or sequence.beam_width > 1:
+            return
+        stop = min(stop, len(log) // self.config.tokens_per_block)
+        if stop > max(table.published, table.start):
+            publish(window, sequence, table, Filled(stop, 0, self._filled_keys(sequence, log, stop, 0)))
 
     def rewind(self, sequence: Sequence, num_tokens: int) -> bool:
         """Take tokens back in all windows; False if a block is needed for a copy and there is none."""

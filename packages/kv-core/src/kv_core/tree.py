@@ -151,14 +151,22 @@ class Tree:
         """The best of the children that share the most tokens, at most `SIBLING_REACH` on each side of the block."""
         best: Source | None = None
         order, at = run.neighbours(block)
-        for near in (range(at, min(len(order), at + SIBLING_REACH)), range(at - 1, max(-1, at - 1 - SIBLING_REACH), -1)):
+        for near in (
+            range(at, min(len(order), at + SIBLING_REACH)),
+            range(at - 1, max(-1, at - 1 - SIBLING_REACH), -1),
+        ):
             for place in near:
                 child = run.children[order[place]]
                 num_common = common_tokens(block, items, order[place], child.items, width)
                 if not num_common and not child.items:
                     break
                 found = Source(child, 0, num_common)
-                if num_common and not child.is_hole and (best is None or _rank(found) > _rank(best)) and eligible(found):
+                if (
+                    num_common
+                    and not child.is_hole
+                    and (best is None or _rank(found) > _rank(best))
+                    and eligible(found)
+                ):
                     best = found
         return best
 

@@ -103,15 +103,38 @@ class _Room(NamedTuple):
 
 
 def take_and_onboard(window: Window, runs: Sequence[Run], count: int) -> "array[int]":
-    """Bring these runs of lower tiers, which the caller holds, to the device; then take `count` blocks."""
+    """Bring these runs of lower tiers, which the caller holds, to the device; then take `count` blocks.
+
+    The places that they leave are empty and go first on their tier, so that nothing is dropped there in their stead.
+    """
+    if not runs:
+        return take(window, count)
+    num_brought = sum(run.count for run in runs)
     fresh = window.counters.fresh
+    room = _make_room(window, Tier.DEVICE, num_brought, max(0, count - num_brought))
+    _tell(window, room.notes)
+    carriers = room.ids
+    left: dict[int, array[int]] = {}
     for run in runs:
-        count_later = count + sum(other.count for other in runs if other is not run)
-        room = _make_room(window, Tier.DEVICE, run.count, count_later)
-        _tell(window, room.notes)
-        _bring(window, run, room.ids)
+        tier = run.tier
+        _bring(window, run, carriers[: run.count])
+        left.setdefault(tier, array("i")).extend(carriers[: run.count])
+        del carriers[: run.count]
+    for tier, ids in left.items():
+        window.release_duplicates(ids[::-1], tier)
+    window.counters.onboarded += num_brought
     window.counters.fresh = fresh
     return take(window, count)
+
+
+def _bring(window: Window, run: Run, carriers: "array[int]") -> None:
+    """Swap a run's blocks with free device blocks."""
+    tier = run.tier
+    for at, (block_id, carrier) in enumerate(zip(run.ids, carriers, strict=True)):
+        _swap(window, block_id, carrier)
+        if window.events is not None and run.keys is not None:
+            window.events.tier_changed(window.size, run.keys[at], tier, Tier.DEVICE)
+    run.move(Tier.DEVICE)
 
 
 def offload(window: Window, run: Run) -> bool:
@@ -143,18 +166,6 @@ def onboard(window: Window, run: Run) -> bool:
     take_and_onboard(window, [run], 0)
     window.let_go_one(run)
     return True
-
-
-def _bring(window: Window, run: Run, carriers: "array[int]") -> None:
-    """Swap a run's blocks with free device blocks, which become free blocks of the tier that the run was on."""
-    tier = run.tier
-    for at, (block_id, carrier) in enumerate(zip(run.ids, carriers, strict=True)):
-        _swap(window, block_id, carrier)
-        if window.events is not None and run.keys is not None:
-            window.events.tier_changed(window.size, run.keys[at], tier, Tier.DEVICE)
-    run.move(Tier.DEVICE)
-    window.release_empty(carriers[::-1], UNSET, tier=tier)
-    window.counters.onboarded += run.count
 
 
 def _make_room(window: Window, tier: int, count: int, count_later: int) -> _Room:

@@ -8,7 +8,7 @@ Law: free blocks are exactly those that nobody holds. In a window that is not sl
 """
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from kv_core.config import CacheType, ManagerConfig, WindowConfig
@@ -37,7 +37,10 @@ class Counters:
 
 
 class Window:
-    """See the module. `pins` counts the pins that hold a private block, `orphans` are such blocks without a table."""
+    """See the module. `pins` counts the pins that hold a private block, `orphans` are such blocks without a table.
+
+    `overrides` tells how long private blocks are kept whose request does not decide that.
+    """
 
     __slots__ = (
         "config",
@@ -48,6 +51,7 @@ class Window:
         "is_sliding",
         "now",
         "orphans",
+        "overrides",
         "pinned_runs",
         "pins",
         "pool",
@@ -80,6 +84,7 @@ class Window:
         self.now = 0
         self.pins: dict[int, int] = {}
         self.orphans: dict[int, Retention] = {}
+        self.overrides: dict[int, Retention] = {}
         self.pinned_runs: dict[int, tuple[Run, int]] = {}
         for tier in Tier:
             self.release_empty(array("i", reversed(self.pool.ids_of(tier))), UNSET, tier=tier)
@@ -231,6 +236,7 @@ class Window:
 
     def release_private(self, ids: "array[int]", wish: Retention, *, front: bool = False) -> None:
         """A table gives up private blocks; those that a pin holds become orphans instead of free."""
+        self.forget_overrides(ids)
         if self.pins:
             kept = [block_id for block_id in ids if block_id in self.pins]
             self.orphans.update(dict.fromkeys(kept, wish))
@@ -276,6 +282,21 @@ class Window:
 
     # Tables.
 
+    def wished(self, sequence: Sequence, table: Table, start: int, stop: int) -> Iterator[tuple[int, int, Retention]]:
+        """How long the private blocks of these ordinals are to be kept, in order."""
+        for first, last, wish in sequence.wished(start, stop):
+            if not self.overrides:
+                yield first, last, wish
+                continue
+            for ordinal in range(first, last):
+                yield ordinal, ordinal + 1, self.overrides.get(table.ids[ordinal - table.start], wish)
+
+    def forget_overrides(self, ids: "array[int]") -> None:
+        """These blocks are private no more."""
+        if self.overrides:
+            for block_id in ids:
+                self.overrides.pop(block_id, None)
+
     def release_table(self, sequence: Sequence, table: Table) -> None:
         """Give up everything a table holds, the last block first."""
         first_private = max(table.published, table.start)
@@ -289,7 +310,7 @@ class Window:
     def release_span(self, sequence: Sequence, table: Table, start: int, stop: int) -> None:
         """Give up the private blocks of these ordinals, the last first, each with the priority that was wished."""
         if start < stop:
-            for first, last, wish in reversed(list(sequence.wished(start, stop))):
+            for first, last, wish in reversed(list(self.wished(sequence, table, start, stop))):
                 self.release_private(table.private_ids(first, last), wish)
 
     def detach(self, sequence: Sequence, table: Table, front: int) -> None:
