@@ -31,6 +31,7 @@ from kv_transfer.instance import InstanceDoor
 from kv_transfer.orders import Offer, Received, ReceiveOrder
 from kv_transfer.plan.cache_state import BlockLayout, CacheState, ParallelLayout
 from kv_transfer.plan.plan import Chunk
+from kv_transfer.pools import PagedCaches
 from kv_transfer.protocol.messages import Message
 from kv_transfer.staging import Arena
 from kv_transfer.transceiver import Transceiver
@@ -94,6 +95,9 @@ class Side:
     door: InstanceDoor
     ranks: tuple[Transceiver, ...]
     agents: tuple[Agent, ...]
+    on_device: dict[Rank, PagedCaches] = field(default_factory=dict)
+    """What the ranks really hold, if that is not the world's own memory."""
+    work_before: Callable[[], None] = lambda: None
     received: list[tuple[int, Received]] = field(default_factory=list)
     sent: list[tuple[int, RequestId]] = field(default_factory=list)
 
@@ -110,6 +114,7 @@ class Side:
         """Fill the blocks with their tags, and let peers read them."""
         offer = self.make_offer(request_id, transfer_id, prompt_key, num_tokens)
         fill(self.world, Span(0, num_tokens))
+        self.push()
         self.door.open_offer(offer.transfer_id, offer.request_id, prompt_key, lease_s)
         for rank in self.ranks:
             rank.offer(offer)
@@ -225,7 +230,20 @@ class Side:
 
     def misplaced(self, tokens: Span = ALL) -> int:
         """Elements that differ from: tags for these tokens, filler everywhere else."""
+        for ours, theirs in self._planes():
+            ours.copy_(theirs)
         return misplaced(self.world, tokens)
+
+    def push(self) -> None:
+        """Queues the copy of the world's memory to the device, on the current stream, behind `work_before`."""
+        staged = [(ours.to(theirs.device), theirs) for ours, theirs in self._planes()]
+        self.work_before()
+        for ours, theirs in staged:
+            theirs.copy_(ours)
+
+    def _planes(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for rank, caches in self.on_device.items():
+            yield from zip(self.world.caches[rank].planes, caches.planes, strict=True)
 
     def open(self) -> dict[str, Any]:
         """What is open on this side, by gauge."""
@@ -264,11 +282,13 @@ def make_side(
     num_tokens: int = NUM_TOKENS,
     ports: Sequence[int] = (),
     agents: Sequence[Agent] = (),
+    device: str | None = None,
 ) -> Side:
     """A running instance. `ports`: of the door, then of each rank; any free ones if empty."""
     incarnation = Incarnation(f"{name}-{secrets.token_hex(4)}")
     world = make_world(state, num_tokens, FORMS[state.layout.order][0], seed=len(name))
     ranks = state.parallel.ranks
+    on_device = {} if device is None else {rank: _moved(world.caches[rank], device) for rank in ranks}
     ports = list(ports) or [0] * (len(ranks) + 1)
     agents = tuple(agents) or tuple(hub.agent() for _ in ranks)
     with ExitStack() as undo:
@@ -283,7 +303,7 @@ def make_side(
                 incarnation,
                 Rank(rank),
                 state,
-                world.caches[rank],
+                on_device.get(rank, world.caches[rank]),
                 agents[rank],
                 faults.get(rank) if isinstance(faults, Mapping) else faults,
             )
@@ -291,7 +311,11 @@ def make_side(
             transceivers.append(made)
         door.set_cards([transceiver.card for transceiver in transceivers])
         undo.pop_all()
-    return Side(InstanceId(name), incarnation, world, door, tuple(transceivers), agents)
+    return Side(InstanceId(name), incarnation, world, door, tuple(transceivers), agents, on_device)
+
+
+def _moved(caches: PagedCaches, device: str) -> PagedCaches:
+    return replace(caches, planes=tuple(plane.to(device) for plane in caches.planes))
 
 
 @contextmanager
@@ -358,4 +382,4 @@ class Switches:
 
 def hang_until(event: Event) -> None:
     """Keeps a reactor busy, as if its process were stopped."""
-    event.wait(10)
+    event.wait(60)
