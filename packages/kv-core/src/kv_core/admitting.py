@@ -104,7 +104,7 @@ def _longest_sliding(window: Window, found: Match, length: int) -> int:
         first_needed = max(0, length - window.size + 1) // size
         if run.stop <= first_needed:
             break
-        if run.is_hole and run.start * size < length:
+        if run.is_hole and max(run.start, first_needed) < length // size:
             length = run.start * size
         run = run.parent
     return length

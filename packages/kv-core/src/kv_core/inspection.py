@@ -226,7 +226,7 @@ def _check_places(window: Window, runs: list[Run], empty: list[Run], tables: lis
         places.update(private)
         for block_id in private:
             assert window.pool.place(block_id).tier == Tier.DEVICE, "law: what is held is on the device"
-    places.update(window.orphans)
+    places.update(window.orphans.keys())
     assert places == Counter(range(sum(window.pool.num_blocks))), "law: every block is in one place"
     assert all(block_id in window.pins for block_id in window.orphans), "law: orphans are pinned"
 

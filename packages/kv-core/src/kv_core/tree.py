@@ -158,7 +158,7 @@ class Tree:
             for place in near:
                 child = run.children[order[place]]
                 num_common = common_tokens(block, items, order[place], child.items, width)
-                if not num_common and not child.items:
+                if not (num_common or items or child.items):
                     break
                 found = Source(child, 0, num_common)
                 if (

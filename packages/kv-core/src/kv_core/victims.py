@@ -85,6 +85,7 @@ def _vanish(window: Window, run: Run) -> None:
         return
     if run.children or run.anchors:
         run.ids = array("i")
+        run.move(Tier.DEVICE)
     else:
         window.unlink(run)
 
@@ -100,6 +101,13 @@ class _Room(NamedTuple):
 
     ids: "array[int]"
     notes: list[list[Note]]
+
+
+class _Piece(NamedTuple):
+    """A chosen victim: a run of its own, out of its queue; whether it moves down a tier."""
+
+    run: Run
+    moves: bool
 
 
 def take_and_onboard(window: Window, runs: Sequence[Run], count: int) -> "array[int]":
@@ -148,8 +156,7 @@ def offload(window: Window, run: Run) -> bool:
     assert parent is not None, "law: only a block of the tree is moved"
     run.move(IN_TRANSIT)
     window.unpark(parent)
-    room = _Room(array("i"), [])
-    _move(window, run, tier, room)
+    room = _move(window, run, tier, _make_room(window, tier + 1, 1, 0))
     _tell(window, room.notes)
     window.release_empty(room.ids, UNSET, tier=tier)
     return True
@@ -170,27 +177,27 @@ def onboard(window: Window, run: Run) -> bool:
 
 def _make_room(window: Window, tier: int, count: int, count_later: int) -> _Room:
     """Free `count` blocks of a tier; `count_later` more will be wanted by the same request."""
-    runs = _choose(window, tier, count)
-    num_movable = sum(run.count for run in runs if _can_move(window, run, tier))
+    chosen = _decide(window, tier, _choose(window, tier, count), count_later)
+    rooms = [_Room(array("i"), []) if piece.moves else _drop(window, piece.run) for piece in chosen]
+    num_moved = sum(piece.run.count for piece in chosen if piece.moves)
+    below = _make_room(window, tier + 1, num_moved, 0) if num_moved else None
     room = _Room(array("i"), [])
-    for run in runs:
-        if not _can_move(window, run, tier):
-            _drop(window, run, room)
-            continue
-        num_movable -= run.count
-        num_moved = min(run.count, max(0, window.queues[tier + 1].num_free - num_movable - count_later))
-        upper = window.cut(run, num_moved) if 0 < num_moved < run.count else run
-        if upper is not run or not num_moved:
-            _drop(window, run, room)
-        if num_moved:
-            _move(window, upper, tier, room)
+    for piece, dropped in zip(chosen, rooms, strict=True):
+        done = _move(window, piece.run, tier, below) if piece.moves and below is not None else dropped
+        room.ids.extend(done.ids)
+        room.notes.extend(done.notes)
     return room
 
 
-def _choose(window: Window, tier: int, count: int) -> list[Run]:
-    """Take the next `count` victims of a tier out of its queue, each piece as a run of its own."""
+def _choose(window: Window, tier: int, count: int) -> list[_Piece]:
+    """Take the next `count` victims of a tier out of its queue, each piece as a run of its own.
+
+    A piece may move if it is wanted for long enough, or if what stays below or may move depends on it (core spec D37).
+    """
     queue = window.queues[tier]
-    chosen: list[Run] = []
+    has_below = tier + 1 < len(window.pool.num_blocks) and window.pool.num_blocks[tier + 1] > 0
+    chosen: list[_Piece] = []
+    movable: set[Run] = set()
     while count:
         run = queue.peek()
         assert run is not None, "law: every free block can be taken"
@@ -198,26 +205,41 @@ def _choose(window: Window, tier: int, count: int) -> list[Run]:
         count -= taken
         if run.parent is None:
             window.counters.fresh += taken if tier == Tier.DEVICE else 0
-            chosen.append(Run(None, 0, b"", give_up(window, run, taken)[::-1]))
+            chosen.append(_Piece(Run(None, 0, b"", give_up(window, run, taken)[::-1]), moves=False))
             continue
         if taken < run.count:
             window.cut(run, run.count - taken)
         queue.claim(run)
+        is_needed = any(child.tier != IN_TRANSIT or child in movable for child in run.children.values())
+        if has_below and (is_needed or run.priority >= window.config.offload_min_priority):
+            movable.add(run)
         parent = run.parent
         run.move(IN_TRANSIT)
         window.unpark(parent)
-        chosen.append(run)
+        chosen.append(_Piece(run, moves=run in movable))
     return chosen
 
 
-def _can_move(window: Window, run: Run, tier: int) -> bool:
-    """Whether a victim goes down a tier: it is wanted, or what is below depends on it (core spec D37)."""
-    if run.parent is None or tier + 1 == len(window.pool.num_blocks) or not window.pool.num_blocks[tier + 1]:
-        return False
-    return run.priority >= window.config.offload_min_priority or bool(run.children)
+def _decide(window: Window, tier: int, chosen: list[_Piece], count_later: int) -> list[_Piece]:
+    """Of the pieces that may move, only as many of the last blocks do as find room to stay; cut where that changes."""
+    left = 0
+    if any(piece.moves for piece in chosen):
+        left = max(0, window.queues[tier + 1].num_free - count_later)
+    decided: list[_Piece] = []
+    for run, may_move in reversed(chosen):
+        num_moved = min(left, run.count) if may_move else 0
+        left -= num_moved
+        if num_moved == run.count:
+            decided.append(_Piece(run, moves=True))
+        elif num_moved:
+            decided += [_Piece(window.cut(run, num_moved), moves=True), _Piece(run, moves=False)]
+        else:
+            decided.append(_Piece(run, moves=False))
+    decided.reverse()
+    return decided
 
 
-def _drop(window: Window, run: Run, room: _Room) -> None:
+def _drop(window: Window, run: Run) -> _Room:
     """The blocks of a chosen run lose their content, and in a window that does not slide all that depends on them."""
     lost: list[Note] = []
     if run.children and not window.is_sliding:
@@ -226,10 +248,9 @@ def _drop(window: Window, run: Run, room: _Room) -> None:
         window.counters.dropped += run.count
     notes: list[list[Note]] = [[(key, None)] for key in reversed(run.keys or ())] or [[] for _ in run.ids]
     notes[0] = lost + notes[0]
-    room.ids.extend(run.ids[::-1])
-    room.notes.extend(notes)
-    run.keys = None
+    room = _Room(run.ids[::-1], notes)
     _vanish(window, run)
+    return room
 
 
 def _drop_descendants(window: Window, run: Run) -> list[Note]:
@@ -246,22 +267,22 @@ def _drop_descendants(window: Window, run: Run) -> list[Note]:
         window.queues[below.tier].claim(below)
         below.expires_at = None
         window.unlink(below)
-        window.release_duplicates(below.ids, below.tier)
+        window.release_duplicates(below.ids[::-1], below.tier)
     return notes
 
 
-def _move(window: Window, run: Run, tier: int, room: _Room) -> None:
-    """The blocks of a chosen run go down a tier; their places are given out."""
-    below = _make_room(window, tier + 1, run.count, 0)
-    for block_id, carrier in zip(reversed(run.ids), below.ids, strict=True):
+def _move(window: Window, run: Run, tier: int, below: _Room) -> _Room:
+    """The blocks of a chosen run go down a tier, to the next of the places below; their own are given out."""
+    carriers, below_notes = below.ids[: run.count], below.notes[: run.count]
+    del below.ids[: run.count], below.notes[: run.count]
+    for block_id, carrier in zip(reversed(run.ids), carriers, strict=True):
         _swap(window, block_id, carrier)
     run.move(tier + 1)
     window.queues[tier + 1].release(run)
     window.expiries.enter(run)
     window.counters.offloaded += run.count
     moved: list[list[Note]] = [[(key, tier + 1)] for key in reversed(run.keys or ())] or [[] for _ in run.ids]
-    room.ids.extend(below.ids)
-    room.notes.extend(ours + theirs for ours, theirs in zip(moved, below.notes, strict=True))
+    return _Room(carriers, [ours + theirs for ours, theirs in zip(moved, below_notes, strict=True)])
 
 
 def _swap(window: Window, block_id: int, carrier: int) -> None:

@@ -316,9 +316,9 @@ class Window:
     def detach(self, sequence: Sequence, table: Table, front: int) -> None:
         """Drop all blocks before ordinal `front`, the last of them first."""
         if table.partial is not None and front > table.published:
+            self.release_span(sequence, table, table.published + 1, front)
             self.let_go_one(table.partial)
             table.partial = None
-            self.release_span(sequence, table, table.published + 1, front)
         else:
             self.release_span(sequence, table, max(table.published, table.start), front)
         if table.start < table.published:

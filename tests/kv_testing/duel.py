@@ -1,0 +1,413 @@
+"""The real manager and the naive one, given the same calls; every answer and every state is compared.
+
+In:  operations with their arguments, from Hypothesis or from a random source.
+Out: AssertionError where the two differ or where one of them breaks a law of its own.
+Law: whatever an operation is asked to do, either both do it or both refuse, and afterwards both show the same: tables,
+     free blocks of each tier, the tree with ids, tiers and priorities, copies with their places. Replaying the events
+     gives the same tree.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from kv_core.config import CacheType, ManagerConfig, WindowConfig
+from kv_core.errors import CallerError, CapacityError
+from kv_core.events import Created, Removed, Stored, Updated
+from kv_core.keys import Scope
+from kv_core.manager import KVCacheManager
+from kv_core.request import Request
+from kv_core.retention import RangeRetention, RetentionConfig
+from kv_core.tiers import Tier
+from kv_testing.naive_manager import NaiveManager
+
+PROMPTS = 4
+"""Few different tokens, so that prompts share prefixes and diverge inside of blocks."""
+
+
+@dataclass(frozen=True)
+class World:
+    """One configuration worth trying."""
+
+    windows: tuple[WindowConfig, ...]
+    tokens_per_block: int = 4
+    max_length: int = 40
+    beams: int = 1
+    partial: bool = True
+    copy: bool = True
+    onboard: bool = True
+    max_rewind: int = 0
+    reuse: bool = True
+    events: bool = False
+    cross: bool = False
+
+    def config(self):
+        return ManagerConfig(
+            tokens_per_block=self.tokens_per_block,
+            windows=self.windows,
+            max_sequence_length=self.max_length,
+            max_beam_width=self.beams,
+            cache_type=CacheType.CROSS if self.cross else CacheType.SELF,
+            reuse=self.reuse,
+            partial_reuse=self.partial,
+            copy_on_partial=self.copy,
+            onboard=self.onboard,
+            max_rewind=self.max_rewind,
+            event_buffer_size=100_000 if self.events else 0,
+        )
+
+
+WORLDS = (
+    World((WindowConfig(40, 12),)),
+    World((WindowConfig(40, 14),), events=True),
+    World((WindowConfig(40, 12),), copy=False),
+    World((WindowConfig(40, 12),), partial=False),
+    World((WindowConfig(40, 10, 6),), events=True),
+    World((WindowConfig(40, 10, 3, 4),), events=True),
+    World((WindowConfig(40, 10, 6),), onboard=False),
+    World((WindowConfig(40, 20, 4),), beams=3),
+    World((WindowConfig(40, 20),), beams=2, reuse=False),
+    World((WindowConfig(8, 14),), events=True),
+    World((WindowConfig(9, 13),), max_rewind=3, events=True),
+    World((WindowConfig(3, 12), WindowConfig(40, 12))),
+    World((WindowConfig(6, 12), WindowConfig(12, 12, 4), WindowConfig(40, 13, 5)), events=True, max_rewind=2),
+    World((WindowConfig(40, 24),), tokens_per_block=1, max_length=20),
+    World((WindowConfig(5, 24, 8), WindowConfig(20, 24)), tokens_per_block=2, max_length=20),
+    World((WindowConfig(40, 12),), cross=True, beams=2),
+)
+
+
+class Duel:
+    """See the module."""
+
+    def __init__(self, world):
+        self.world = world
+        self.now = 0
+        self.real = KVCacheManager(world.config(), clock_ms=lambda: self.now)
+        self.naive = NaiveManager(world.config(), lambda: self.now)
+        self.pins = []
+        self.names = 0
+        self.beams = {}
+        self.mirror = {}
+        self.num_copies = 0
+        self.copies_taken = 0
+
+    # Operations. Each picks its request by number, so that any number means something.
+
+    def add(self, tokens, *, beams=1, scope=None, extra_ids=None, retention=None, dummy=False, known=True):
+        tokens = tokens[: self.world.max_length]
+        beams = min(beams, self.world.beams)
+        self.names += 1
+        request = Request(
+            f"r{self.names}",
+            tokens if known else None,
+            scope or Scope(),
+            num_tokens=len(tokens),
+            extra_ids=extra_ids[: len(tokens)] if extra_ids and known else None,
+            retention=retention,
+            is_dummy=dummy,
+        )
+        try:
+            probe = self.real.probe(request, beam_width=beams)
+            free = {window.window: self.real.num_free(window.window) for window in self.world.windows}
+            admission = self.real.add(request, beam_width=beams)
+        except CapacityError:
+            return
+        expected = self.naive.add(request, beams)
+        assert (admission is None) == (expected is None)
+        assert probe.fits == (admission is not None)
+        if admission is not None:
+            assert admission.num_cached == expected == probe.num_cached
+            self.beams[request.request_id] = beams
+            used = {size: before - self.real.num_free(size) for size, before in free.items()}
+            assert used == probe.num_used
+
+    def grow(self, number, num_tokens):
+        name = self.pick(number)
+        if name is None or self.world.cross:
+            return
+        before = self.real.num_tokens(name)
+        try:
+            grown = self.real.grow(name, num_tokens)
+        except (CapacityError, CallerError):
+            assert self.real.num_tokens(name) == before
+            return
+        assert grown == self.naive.grow(name, num_tokens)
+
+    def extend(self, number, tokens):
+        name = self.pick(number)
+        if name is not None:
+            self.real.extend(name, tokens)
+            self.naive.extend(name, tokens)
+
+    def decode(self, number, tokens):
+        name = self.pick(number)
+        if name is None or self.world.cross:
+            return
+        before = self.real.num_tokens(name)
+        self.grow(number, len(tokens))
+        if self.real.num_tokens(name) > before:
+            self.extend(number, tokens)
+
+    def rewind(self, number, num_tokens):
+        name = self.pick(number)
+        if name is None:
+            return
+        try:
+            done = self.real.rewind(name, num_tokens)
+        except CallerError:
+            return
+        assert done == self.naive.rewind(name, num_tokens)
+
+    def publish(self, number, num_filled, *, partial):
+        name = self.pick(number)
+        if name is not None:
+            self.real.publish(name, num_filled, partial=partial)
+            self.naive.publish(name, num_filled, partial=partial)
+
+    def release(self, number, *, publish=True, num_filled=None, pin=False):
+        name = self.pick(number)
+        if name is None:
+            return
+        pinned = self.real.release(name, publish=publish, num_filled=num_filled, pin=pin)
+        expected = self.naive.release(name, publish=publish, num_filled=num_filled, pin=pin)
+        del self.beams[name]
+        if pin:
+            self.pins.append((pinned, expected))
+
+    def pin(self, number):
+        name = self.pick(number)
+        if name is not None:
+            self.pins.append((self.real.pin(name), self.naive.pin(name)))
+
+    def unpin(self, number):
+        if self.pins:
+            real, naive = self.pins.pop(number % len(self.pins))
+            self.real.unpin(real)
+            self.naive.unpin(naive)
+
+    def make_writable(self, number, ordinal):
+        name = self.pick(number)
+        if name is None:
+            return
+        try:
+            done = self.real.make_writable(name, ordinal)
+        except CallerError:
+            return
+        assert done == self.naive.make_writable(name, ordinal)
+
+    def wait(self, milliseconds):
+        self.now += milliseconds
+        assert self.real.refresh() == self.naive.refresh()
+
+    def dry_run(self, numbers):
+        """Supposing that requests end says what their ends give."""
+        dry = self.real.dry_run()
+        for name in {self.pick(number) for number in numbers} - {None}:
+            dry.release(name)
+
+    def pick(self, number):
+        names = list(self.beams)
+        return names[number % len(names)] if names else None
+
+    # Comparing.
+
+    def compare(self):
+        self.real.check()
+        self.naive.check()
+        for at, window in enumerate(self.world.windows):
+            for name, beams in self.beams.items():
+                for beam in range(beams):
+                    ours = self.real.block_ids(name, window.window, beam)
+                    assert ours == self.naive.block_ids(name, at, beam), (name, window.window, beam)
+            for tier in Tier:
+                assert self.real.num_free(window.window, tier) == self.naive.windows[at].num_free(tier)
+            assert self.cached(at) == self.naive.tree(at)
+        self.compare_copies()
+        if self.world.events:
+            self.compare_events()
+
+    def compare_copies(self):
+        orders = self.real.take_copies()
+        ours = [((order.source[1:]), (order.destination[1:]), order.num_tokens) for order in orders]
+        theirs = [(source, destination, num) for source, destination, num in self.naive.copies]
+        assert ours == theirs
+        self.naive.copies.clear()
+
+    def cached(self, at):
+        """Every cached block of a window, as `NaiveManager.tree` tells it."""
+        window = self.real._registry.windows[at]
+        found = {}
+        for root in window.tree.roots.values():
+            scope = (root.scope_key[0], root.scope_key[1], root.width == 16)
+            waiting = [(child, (scope,)) for child in root.children.values()]
+            while waiting:
+                run, path = waiting.pop()
+                tokens = decoded(run.exact_tokens(), root.width)
+                for inside in range(run.count):
+                    block = tuple(tokens[inside * window.tokens_per_block : (inside + 1) * window.tokens_per_block])
+                    path = (*path, (block, decoded_items(run.items)))
+                    if not run.is_hole:
+                        found[path] = (run.ids[inside], run.tier, run.priority, run.holders > 0)
+                waiting += [(child, path) for child in run.children.values()]
+        return found
+
+    def compare_events(self):
+        """What a reader of all events believes is what the trees hold."""
+        self.real.flush_events()
+        for event in self.real.take_events():
+            self.replay(event.window, event.payload)
+        expected = Counter()
+        for at, window in enumerate(self.world.windows):
+            for _, tier, priority, _ in self.naive.tree(at).values():
+                expected[window.window, tier, priority] += 1
+        assert Counter((size, *known) for (size, _), known in self.mirror.items()) == expected
+        snapshot = {}
+        for event in self.real.snapshot():
+            for block in event.payload.blocks:
+                snapshot[event.window, block.key] = (block.tier, block.priority)
+        assert snapshot == self.mirror
+
+    def replay(self, window, payload):
+        if isinstance(payload, Stored):
+            if payload.parent is not None and not self.real.config.is_sliding(window):
+                assert (window, payload.parent) in self.mirror, "a chain hangs on a known block"
+            for block in payload.blocks:
+                assert (window, block.key) not in self.mirror, "a block is stored once"
+                self.mirror[window, block.key] = (block.tier, block.priority)
+        elif isinstance(payload, Removed):
+            for key in payload.keys:
+                del self.mirror[window, key]
+        elif isinstance(payload, Updated):
+            tier, priority = self.mirror[window, payload.key]
+            if payload.tier is not None:
+                assert payload.tier.old == tier
+                tier = payload.tier.new
+            if payload.priority is not None:
+                assert payload.priority.old == priority
+                priority = payload.priority.new
+            self.mirror[window, payload.key] = (tier, priority)
+        else:
+            assert isinstance(payload, Created)
+
+    def finish(self):
+        """When all is given back, everything is free."""
+        while self.beams:
+            self.release(0)
+            self.compare()
+        while self.pins:
+            self.unpin(0)
+        self.compare()
+        for window in self.world.windows:
+            for tier, amount in zip(Tier, window.num_blocks, strict=True):
+                assert self.real.num_free(window.window, tier) == amount
+
+
+def decoded(content, width):
+    if width == 4:
+        return [(int.from_bytes(content[at : at + 4], "little"), 0) for at in range(0, len(content), 4)]
+    return [
+        (int.from_bytes(content[at : at + 8], "little"), int.from_bytes(content[at + 8 : at + 16], "little"))
+        for at in range(0, len(content), 16)
+    ]
+
+
+def decoded_items(items):
+    found = []
+    at = 8
+    while at < len(items):
+        offset = int.from_bytes(items[at : at + 8], "little")
+        size = int.from_bytes(items[at + 8 : at + 16], "little")
+        found.append((offset, items[at + 16 : at + 16 + size]))
+        at += 16 + size
+    return tuple(found)
+
+
+# Random play: faster than Hypothesis, for long runs.
+
+
+class Player:
+    """Draws operations from a random source and plays them."""
+
+    def __init__(self, duel, random):
+        self.duel = duel
+        self.random = random
+
+    def play(self, num_steps):
+        for _ in range(num_steps):
+            self.step()
+            self.duel.compare()
+
+    def step(self):
+        random, duel = self.random, self.duel
+        roll = random.random()
+        number = random.randrange(64)
+        if roll < 0.30:
+            duel.add(self.prompt(), **self.manners())
+        elif roll < 0.55:
+            duel.decode(number, self.tokens(random.choice((1, 1, 1, 2, 3, 5))))
+        elif roll < 0.63:
+            duel.publish(number, self.maybe(random.randrange(40)), partial=random.random() < 0.4)
+        elif roll < 0.72:
+            duel.rewind(number, random.choice((1, 1, 2, 3, 5, 9)))
+        elif roll < 0.88:
+            duel.release(
+                number,
+                publish=random.random() < 0.85,
+                num_filled=self.maybe(random.randrange(40)),
+                pin=random.random() < 0.1,
+            )
+        elif roll < 0.90:
+            duel.pin(number)
+        elif roll < 0.93:
+            duel.unpin(number)
+        elif roll < 0.95:
+            duel.make_writable(number, random.randrange(8))
+        elif roll < 0.97:
+            duel.extend(number, self.tokens(2))
+        elif roll < 0.98:
+            duel.grow(number, random.choice((1, 2, 4)))
+        else:
+            duel.wait(random.choice((1, 5, 20)))
+
+    def maybe(self, value):
+        return value if self.random.random() < 0.15 else None
+
+    def tokens(self, amount):
+        return [self.random.choice((1, 1, 1, 2, -1)) for _ in range(amount)]
+
+    def prompt(self):
+        length = self.random.choice((1, 3, 4, 5, 8, 9, 12, 13, 16, 17, 21, 30))
+        base = [[1] * 30, [1, 2] * 15, [1] * 9 + [2] * 21, [3, 1, 1, 1] * 8][self.random.randrange(4)]
+        tokens = base[:length]
+        if self.random.random() < 0.3:
+            tokens[self.random.randrange(len(tokens))] = self.random.choice((1, 2, 3))
+        return tokens
+
+    def manners(self):
+        random = self.random
+        manners = {"beams": random.choice((1, 1, 2, 3))}
+        if random.random() < 0.15:
+            manners["scope"] = random.choice(SCOPES)
+        if random.random() < 0.05:
+            manners["extra_ids"] = [random.choice((0, 7)) for _ in range(40)]
+        if random.random() < 0.3:
+            manners["retention"] = random.choice(RETENTIONS)
+        manners["dummy"] = random.random() < 0.03
+        manners["known"] = random.random() > 0.04
+        return manners
+
+
+SCOPES = (
+    Scope(lora="a"),
+    Scope(salt="a"),
+    Scope(extras=((b"x" * 8, 2),)),
+    Scope(extras=((b"y" * 8, 2),)),
+    Scope(extras=((b"x" * 8, 5), (b"z" * 8, 6))),
+)
+RETENTIONS = (
+    RetentionConfig(),
+    RetentionConfig((RangeRetention(0, None, 80),), 20),
+    RetentionConfig((RangeRetention(0, 5, 90, 10),)),
+    RetentionConfig((RangeRetention(4, 9, 10), RangeRetention(12, None, 60, 5)), 50, 10),
+    RetentionConfig((RangeRetention(0, None, 35, 5),), 70, 3),
+)
