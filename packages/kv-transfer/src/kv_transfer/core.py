@@ -5,6 +5,7 @@ Out: through the Room: messages, writes, copies; through callbacks: what the eng
 Law: of one thread. A message that may not be sent here or now raises ProtocolError and changes nothing.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Final
 
@@ -43,6 +44,8 @@ from kv_transfer.staging import Arena
 from kv_transfer.status import Status
 from kv_transfer.timers import Timer
 from kv_transfer.wire import Link, Route
+
+logger = logging.getLogger(__name__)
 
 PUBLISH_S: Final = 0.02
 
@@ -112,6 +115,7 @@ class Core:
                 self.peers.stranger(link)
             case Rejected():
                 self._room.counters.add("rejected")
+                logger.warning("%s rejects a message of ours: %s: %s", peer, message.code, message.detail)
             case Ready() | Refuse() | Data() | Quiet():
                 self._take(peer, message)
             case _:

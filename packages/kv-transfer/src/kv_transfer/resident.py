@@ -59,12 +59,12 @@ class Resident:
         self._core.bad_link(link, error)
 
     def turn(self) -> None:
-        """See whether we can end."""
+        """See whether we can end; whatever goes wrong in the core, we do by the deadline."""
+        if self._close_by is not None and self._reactor.timers.clock() >= self._close_by:
+            self._reactor.end()
         self._core.turn()
-        if self._close_by is not None:
-            is_late = self._reactor.timers.clock() >= self._close_by
-            if is_late or self._core.is_quiet:
-                self._reactor.end()
+        if self._close_by is not None and self._core.is_quiet:
+            self._reactor.end()
 
     def ended(self) -> None:
         """The thread ends: so do mover and agent, before anybody is told."""
