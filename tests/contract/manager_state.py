@@ -107,8 +107,9 @@ class ManagerState:
         for window in self._windows:
             for beam in range(one.beam_width):
                 now = self._manager.block_ids(name_of(one), window, beam)
-                before = one.listed.get((window, beam), [])
-                one.listed[window, beam] = [before[at] if it is None else it for at, it in enumerate(now)]
+                before: list[int | None] = one.listed.get((window, beam), [])
+                seen = before + [None] * (len(now) - len(before))
+                one.listed[window, beam] = [seen[at] if it is None else it for at, it in enumerate(now)]
 
     def _table(self, one: CaseRequest) -> Answer:
         self._remember(one)

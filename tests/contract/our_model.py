@@ -11,7 +11,7 @@ Blocks are the nodes of the tree. A hole is a node without a block, in a sliding
 from collections.abc import Iterable
 from typing import Any
 
-from contract.seed_manager import Answer, SeedManager, SeedSequence, Step, decode_wish
+from contract.seed_manager import Answer, SeedManager, SeedSequence, Step, decode_wish, wishes_of
 from contract.seed_model import DEFAULT_PRIORITY, Block, Key, NoFreeBlock, SeedWindow
 from kv_core.spans import ceil_div
 
@@ -94,6 +94,7 @@ class OurWindow(SeedWindow):
         for block, (priority, duration) in zip(taken, wishes, strict=True):
             block.priority = DEFAULT_PRIORITY if priority is None else priority
             block.duration, block.expires, block.refs, block.key, block.full = duration, None, 1, None, False
+            block.owner = 0
         self.counts["alloc_total_blocks"] += len(taken)
         return taken
 
@@ -104,8 +105,10 @@ class OurWindow(SeedWindow):
             block = self.victim(level)
             self.queue.remove(block)
             chosen.append(block)
-            if level == 0 and count_later == 0:
-                self.counts["alloc_new_blocks"] += not block.in_tree
+            self.counts["alloc_new_blocks"] += level == 0 and not block.in_tree
+            if level == 0 and not block.in_tree and block.owner is not None:
+                # It holds nothing any more: counted as new, and not worth a move.
+                self.causes.update({"core-D37 counts", *(["core-D37"] if self.num_lower else [])})
             block.level += 10  # on the way: nothing counts it
         movable = [self.can_move(block, level, chosen) for block in chosen]
         room = []
@@ -181,17 +184,21 @@ class OurWindow(SeedWindow):
             gone, parent = parent, parent.prev
             self.unlink(gone)
 
-    def bring(self, blocks: list[Block], count_later: int) -> None:
-        """Onboard blocks that are held already (D36)."""
-        for at, block in enumerate(blocks):
-            before = self.counts.copy()
-            (carrier,) = self.make_room(0, 1, count_later + len(blocks) - at - 1)
-            self.counts = before
-            self.causes.update(("core-D36", "core-D55"))
+    def bring(self, blocks: list[Block], num_wanted: int) -> None:
+        """Onboard blocks that are held already (D36); the places they leave go first on their level."""
+        if not blocks:
+            return
+        self.causes.update(("core-D36", "core-D55"))
+        fresh = self.counts["alloc_new_blocks"]
+        carriers = self.make_room(0, len(blocks), max(0, num_wanted - len(blocks)))
+        self.counts["alloc_new_blocks"] = fresh
+        for block, carrier in zip(blocks, carriers, strict=True):
             block.level, carrier.level = 0, 1
-            self.log.level(self.window, block.name, 1, 0)
-            carrier.priority, carrier.duration, carrier.key = DEFAULT_PRIORITY, None, None
-            self.queue.append(carrier)
+            if block.in_tree:
+                self.log.level(self.window, block.name, 1, 0)
+        for carrier in reversed(carriers):
+            carrier.priority, carrier.duration, carrier.key = 0, None, None
+            self.queue.insert(0, carrier)
 
     # Matching.
 
@@ -368,6 +375,8 @@ class OurManager(SeedManager):
 
     def _carry_out(self, window: OurWindow, one: SeedSequence, plan: dict[str, Any], length: int) -> None:
         wishes = strongest_wishes(one.retention, self.size, length)
+        if wishes != wishes_of(one.retention, self.size, length):
+            self.causes.add("core-D45")
         table: list[list[Block | None]] = [[None] * plan["start"] for _ in range(one.beam_width)]
         for at, block in enumerate(plan["path"], plan["start"]):
             window.hold(block, wishes[at])
@@ -380,7 +389,8 @@ class OurManager(SeedManager):
             window.log.removed(window.window, source.name)
             window.prune(source)
             window.hold(source)
-            source.priority, source.duration = _default(wishes[plan["whole"]])
+            if wishes[plan["whole"]][0] is not None:
+                source.priority, source.duration = _default(wishes[plan["whole"]])
             lower += [source] if source.level else []
             source.key = None
             table[0].append(source)
@@ -390,6 +400,9 @@ class OurManager(SeedManager):
         place = window.queue.index(source) if hidden else 0
         if hidden:
             before = window.queue[:place]
+            level = [block for block in window.queue if block.level == 0]
+            if source in sorted(level, key=lambda block: block.priority)[: len(wanted) + len(lower)]:
+                self.causes.add("core-D5")
             window.queue.remove(source)
         window.bring(lower, len(wanted))
         taken = window.take_many(wanted)
@@ -420,22 +433,27 @@ class OurManager(SeedManager):
 
     def _grow(self, one: SeedSequence) -> None:
         one.num_tokens += 1
-        for window, table, published in zip(
-            self.ours, self.tables[one.request_id], self.published[one.request_id], strict=True
-        ):
+        for number, window in enumerate(self.ours):
+            table = self.tables[one.request_id][number]
             while window.is_sliding and one.num_tokens - self._front(table) * self.size >= window.window + self.size:
                 if one.beam_width > 1:
                     raise NoFreeBlock
-                front = self._front(table)
-                block = table[0][front]
-                assert block is not None
-                if front >= published:
-                    self.causes.update(("core-D1", "core-D32"))
-                window.let_go(block)
-                table[0][front] = None
+                self._detach(window, one, number, self._front(table))
             if (one.num_tokens - 1) % self.size == 0:
                 for beam, block in zip(table, window.take_many([decode_wish(one)] * len(table)), strict=True):
                     beam.append(block)
+
+    def _detach(self, window: OurWindow, one: SeedSequence, number: int, front: int) -> None:
+        """A sliding window stores what it is about to let go of, then drops it (D1, D32)."""
+        filled = min(len(one.tokens), (front + 1) * self.size)
+        if self.config["enable_block_reuse"] and front >= self.published[one.request_id][number]:
+            self.causes.update(("core-D1", "core-D32"))
+            if one.content is not None and not one.content.get("is_dummy"):
+                self._enter(window, one, number, one.keys(filled, self.size, False))
+        block = self.tables[one.request_id][number][0][front]
+        assert block is not None
+        window.let_go(block)
+        self.tables[one.request_id][number][0][front] = None
 
     def _front(self, table: list[list[Block | None]]) -> int:
         return next(at for at, block in enumerate(table[0]) if block is not None)

@@ -34,7 +34,7 @@ class CaseRequest:
     tokens: list[int] = field(default_factory=list)
     phase: Phase = Phase.CONTEXT
     admission: Admission | None = None
-    listed: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    listed: dict[tuple[int, int], list[int | None]] = field(default_factory=dict)
     """Block ids by (window, beam) as the cases list them: detached ones remain."""
 
     def __post_init__(self) -> None:

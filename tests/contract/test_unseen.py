@@ -1,0 +1,70 @@
+"""Random scenarios, expected as the seed answers: each passes or deviates by a rule, as a case of the files would.
+
+Also a comparison of kv_core's manager with two naive models at once: where we differ from the seed, we do what
+`our_model` says.
+"""
+
+import os
+
+import pytest
+
+from contract.case import Case
+from contract.random_cases import FLAVOURS, random_case
+from contract.verdicts import RULES, verdict_on
+
+NUM_SHORT, NUM_LONG = 100, 5_000
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_unseen_scenarios_are_judged_by_the_rules(flavour):
+    judge_many(flavour, range(NUM_SHORT))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_many_unseen_scenarios(flavour, record_property):
+    first = 1_000_000 * (1 + int(os.environ.get("KVFERRY_SEED", "0")))
+    record_property("statuses", judge_many(flavour, range(first, first + NUM_LONG)))
+
+
+def judge_many(flavour, numbers):
+    statuses = {"passed": 0, "deviates": 0}
+    for number in numbers:
+        verdict = verdict_on(random_case(number, FLAVOURS[flavour]))
+        assert verdict.status in statuses, (number, verdict.reason, verdict.failures[:2])
+        statuses[verdict.status] += 1
+    assert statuses["passed"] > statuses["deviates"] > 0
+    return statuses
+
+
+DEVIATING = [
+    (flavour, number)
+    for flavour in FLAVOURS
+    for number in range(60)
+    if verdict_on(random_case(number, FLAVOURS[flavour])).status == "deviates"
+]
+
+
+@pytest.mark.parametrize(("flavour", "number"), DEVIATING)
+def test_no_scenario_is_excused_when_its_numbers_change(flavour, number):
+    """Each expected number of the fields that deviate, one more than it is: the rule must not hold any more."""
+    case = random_case(number, FLAVOURS[flavour])
+    for deviation in verdict_on(case).deviations:
+        expect = case.content["steps"][deviation["step"]].get("expect", {})
+        value = expect.get(deviation["field"])
+        if isinstance(value, int) and not isinstance(value, bool):
+            expect = expect | {deviation["field"]: value + 7}
+        elif isinstance(value, list) and value and isinstance(value[0], int):
+            expect = expect | {deviation["field"]: [value[0] + 7, *value[1:]]}
+        else:
+            continue
+        steps = list(case.content["steps"])
+        steps[deviation["step"]] = steps[deviation["step"]] | {"expect": expect}
+        assert verdict_on(Case(case.file, case.content | {"steps": steps})).status == "failed"
+
+
+@pytest.mark.parametrize(("flavour", "number"), DEVIATING[:20])
+def test_no_scenario_is_excused_without_its_rule(flavour, number):
+    verdict = verdict_on(random_case(number, FLAVOURS[flavour]), [])
+    assert verdict.status == "failed"
+    assert len(RULES) > 0
