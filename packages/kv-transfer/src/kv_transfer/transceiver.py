@@ -14,6 +14,7 @@ Law: no call but the constructor and `close` blocks; every order ends by its dea
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -21,6 +22,7 @@ import torch
 from kv_core.errors import CallerError
 from kv_core.ids import Incarnation, InstanceId, Rank, RequestId, TransferId
 from kv_transfer.agent.base import Agent
+from kv_transfer.agent.cards import AgentCard
 from kv_transfer.config import TransferConfig
 from kv_transfer.copies import Copier
 from kv_transfer.core import Core
@@ -72,19 +74,10 @@ class Transceiver:
         self._reactor = Reactor(f"kvferry-rank-{rank}", config, faults)
         self._mover = Mover(device, self._reactor.post)
         try:
-            for arena in (send, receive):
-                agent.register(arena.region)
-            agent.on_completion(self._reactor.wake)
-            self._card = RankCard(
-                rank=rank,
-                host=config.call_host,
-                port=self._reactor.wire.port,
-                state=state,
-                max_chunk_bytes=min(config.chunk_bytes, send.max_lease_bytes, receive.max_lease_bytes),
-            )
+            self._card = _card_of(config, rank, state, self._reactor.wire.port, (send, receive))
             room = Room(
                 config=config,
-                identity=Identity(instance, incarnation, self._card, agent.card()),
+                identity=Identity(instance, incarnation, self._card, _prepared(agent, (send, receive), self._reactor)),
                 wire=self._reactor.wire,
                 timers=self._reactor.timers,
                 counters=self._reactor.counters,
@@ -188,6 +181,24 @@ class Transceiver:
             self._offered.pop(request_id, None)
             self._settled.discard(request_id)
         self._ordered.difference_update(each.request_id for each in received)
+
+
+def _card_of(config: TransferConfig, rank: Rank, state: CacheState, port: int, arenas: Sequence[Arena]) -> RankCard:
+    return RankCard(
+        rank=rank,
+        host=config.call_host,
+        port=port,
+        state=state,
+        max_chunk_bytes=min(config.chunk_bytes, *(arena.max_lease_bytes for arena in arenas)),
+    )
+
+
+def _prepared(agent: Agent, arenas: Sequence[Arena], reactor: Reactor) -> AgentCard:
+    """The card of the agent, once it may move bytes of both arenas and wakes the reactor when it has."""
+    for arena in arenas:
+        agent.register(arena.region)
+    agent.on_completion(reactor.wake)
+    return agent.card()
 
 
 def _region(num_bytes: int, device: torch.device) -> Region:
