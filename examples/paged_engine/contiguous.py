@@ -1,4 +1,4 @@
-"""The reference: the same model with its whole context in one piece, no pages, no reuse, nothing kept.
+"""The reference: the same model with its whole context in one piece, no blocks, no reuse, nothing kept.
 
 In:  sequences of tokens.
 Out: log-probabilities of what follows each token; the beams of a beam search.

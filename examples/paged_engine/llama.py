@@ -1,4 +1,4 @@
-"""A Llama from a checkpoint, with the attention left to the caller: the same code runs with and without pages.
+"""A Llama from a checkpoint, with the attention left to the caller: the same code runs with blocks and without.
 
 In:  rows of tokens, each with its position and adapter; a way to attend.
 Out: the logits of every row.

@@ -1,4 +1,4 @@
-"""Attention over pages: keys and values are written to slots and read from slots, and nothing else is kept.
+"""Attention over blocks: keys and values are written to slots and read from slots, and nothing else is kept.
 
 In:  for each sequence of a batch the tokens to compute, and for each window the slot of every position.
 Out: an `Attention` for one forward pass.
