@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kv_transfer.threads import leave_pinned_core
+
 Post = Callable[[Callable[[], None]], None]
 
 
@@ -68,6 +70,7 @@ class Mover:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        leave_pinned_core()
         if self._stream is None:
             # Why: copies of one chunk do not gain from OpenMP, and on busy cores its threads wait for each other:
             # 0.05 to 0.5 GB/s with two threads, 0.9 to 2.4 with one (AMD EPYC, 2 cores, loaded). The engine's own

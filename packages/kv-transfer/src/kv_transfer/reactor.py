@@ -20,6 +20,7 @@ from kv_transfer.protocol import codec
 from kv_transfer.protocol.errors import MalformedMessage, ProtocolError, UnexpectedMessage
 from kv_transfer.protocol.messages import Message, RejectCode, Rejected, clipped
 from kv_transfer.status import Counters
+from kv_transfer.threads import leave_pinned_core
 from kv_transfer.timers import Clock, Timers
 from kv_transfer.wire import Link, Packet, Route, ZmqWire
 
@@ -110,6 +111,7 @@ class Reactor:
         return self._thread.is_alive()
 
     def _run(self) -> None:
+        leave_pinned_core()
         try:
             while not self._stopping:
                 self._turn()

@@ -28,6 +28,7 @@ from kv_transfer.agent.ledger import Ledger
 from kv_transfer.agent.pieces import check_pairs, cut
 from kv_transfer.agent.transport import PostT, Transport, TransportError
 from kv_transfer.regions import Region
+from kv_transfer.threads import leave_pinned_core
 
 POSTS_A_TURN = 4
 """So that polling, calls and other peers are never behind more than a few posts."""
@@ -221,6 +222,7 @@ class PumpedAgent(Generic[PostT]):
     # The thread.
 
     def _run(self) -> None:
+        leave_pinned_core()
         try:
             while self._turn():
                 pass
