@@ -1,5 +1,8 @@
 """Agents for the contract suite: each test runs over every kind, and every agent it made is closed after it."""
 
+import subprocess
+import sys
+
 import pytest
 
 from kv_transfer.agent.base import Agent
@@ -24,3 +27,14 @@ def make_agent(request):
 
     yield make
     assert all([agent.close(5) for agent in made])
+
+
+@pytest.fixture
+def run_python():
+    """A function that runs code in a fresh interpreter and gives what it printed."""
+
+    def run(code: str) -> str:
+        done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
+        return done.stdout.strip()
+
+    return run

@@ -17,7 +17,7 @@ from kv_transfer.agent.nixl import NixlConfig, nixl_agent
 from kv_transfer.agent.pump import PumpLimits
 from kv_transfer.regions import Region, host_region
 
-pytestmark = [pytest.mark.nixl, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.nixl, pytest.mark.timeout(240)]
 
 MIB = 1 << 20
 SIZE = 32 * MIB
@@ -25,8 +25,8 @@ SMALL_POSTS = PumpLimits(max_post_bytes=MIB)
 TINY_POSTS = PumpLimits(max_post_bytes=16 << 10, max_posts_per_peer=1)
 DEADLINE_S = 1.0
 """How long a test waits before it says "late"."""
-DEATH_S = 20.0
-"""How soon tickets to a dead peer must end; seen: within 0.1 s."""
+PATIENCE_S = 60.0
+"""How soon tickets to a dead peer must end, and bytes that can move must have moved; seen: within 0.1 s and 5 s."""
 
 
 @pytest.fixture(params=[None, "tcp"], ids=["shm", "tcp"])
@@ -57,7 +57,7 @@ class Us:
         self.completions |= {completion.ticket: completion for completion in self.agent.completions()}
         return self.completions
 
-    def wait(self, *tickets: Ticket, timeout_s: float = DEATH_S) -> list[Completion]:
+    def wait(self, *tickets: Ticket, timeout_s: float = PATIENCE_S) -> list[Completion]:
         wait_for(lambda: set(tickets) <= set(self.ended()), timeout_s, "the end of every ticket")
         return [self.completions[ticket] for ticket in tickets]
 
@@ -82,7 +82,7 @@ def test_a_killed_peer_ends_every_ticket_and_a_restarted_one_works(us, tls) -> N
         first.kill()
         died = time.monotonic()
         completions = us.wait(*tickets)
-        assert time.monotonic() - died < DEATH_S
+        assert time.monotonic() - died < PATIENCE_S
         assert completions[-1].outcome == "error"
         assert "DISCONNECT" in completions[-1].reason
         # A write to the dead ends too.
@@ -174,7 +174,7 @@ def test_a_stopped_writer_goes_on_after_the_deadline(us, tls) -> None:
         writer.region.memory.fill_(1)
         writer.ask("add_peer", us.agent.card())
         ticket = writer.ask("write", us.agent.name, us.region.whole.remote)
-        wait_for(us.region.memory[:4096].any, what="the first bytes")
+        wait_for(us.region.memory[:4096].any, timeout_s=PATIENCE_S, what="the first bytes")
         writer.stop()
         time.sleep(DEADLINE_S)
         at_deadline = num_landed(us.region.memory, 1)
@@ -182,7 +182,7 @@ def test_a_stopped_writer_goes_on_after_the_deadline(us, tls) -> None:
         time.sleep(0.2)
         assert num_landed(us.region.memory, 1) == at_deadline
         writer.resume()
-        (completion,) = wait_for(lambda: writer.ask("completions"))
+        (completion,) = wait_for(lambda: writer.ask("completions"), PATIENCE_S)
         assert (completion.ticket, completion.outcome) == (ticket, "done")
         assert num_landed(us.region.memory, 1) == SIZE
 

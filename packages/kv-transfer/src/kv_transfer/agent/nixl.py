@@ -11,6 +11,7 @@ the rest of kvferry leans on:
 - A post blocks while the CPU copies (shared memory: 3-5 GB/s), without the interpreter lock; hence bounded posts.
 - Its Python wrapper lets the progress thread spin: 1 core for each idle agent. Hence the bindings below the wrapper,
   where the thread's pause can be set. The pause ends early when a socket is ready: throughput is the same.
+- Its start spins until its progress thread has run: 0.1 s, but 45 s were seen on two cores with 40 busy processes.
 - A killed peer: posts that moved end at once with NIXL_ERR_REMOTE_DISCONNECT, over TCP and shared memory, and so does
   every later post. A cut network says nothing: after 200 s without a link the post was still in progress, and all its
   bytes landed 20 s after the link was back. If the peer died behind the cut, only `remove_peer` ends its tickets soon.
@@ -57,7 +58,7 @@ class NixlConfig:
     progress_pause_us: int = 1000
     """Longest pause of the library's own thread. 0 spins on a core; 1000 costs about 2 % of one, and was no slower."""
     device: torch.device | None = None
-    """The CUDA device of the regions, made current in the agent's thread."""
+    """The device of the regions; a CUDA device is made current in the agent's thread."""
 
 
 def nixl_agent(config: NixlConfig = NixlConfig(), name: str | None = None) -> PumpedAgent["NixlPost"]:
@@ -87,7 +88,7 @@ class NixlTransport:
         return KIND
 
     def open(self, name: str) -> None:
-        if self._config.device is not None:
+        if self._config.device is not None and self._config.device.type == "cuda":
             torch.cuda.set_device(self._config.device)
         settings = self._nixl.nixlAgentConfig()
         settings.useProgThread = True
