@@ -209,7 +209,7 @@ class NaiveWindow:
             block.stamp = None
             if block.node is not None and below:
                 children = [child.block for child in block.node.children.values() if child.block]
-                needed = any(child.tier != TRANSIT or child in movable for child in children)
+                needed = not self.sliding and any(child.tier != TRANSIT or child in movable for child in children)
                 if needed or block.priority >= self.config.offload_min_priority:
                     movable.add(block)
             block.tier = TRANSIT
@@ -371,7 +371,9 @@ class NaiveManager:
                 if shorter == length:
                     break
                 length = shorter
-            plans = [self.plan(window, sequence, match, length) for window, match in zip(self.windows, found, strict=True)]
+            plans = [
+                self.plan(window, sequence, match, length) for window, match in zip(self.windows, found, strict=True)
+            ]
             if all(plan["needed"] <= plan["available"] for plan in plans):
                 break
             if length % self.config.tokens_per_block == 0:
@@ -602,6 +604,11 @@ class NaiveManager:
         T = window.T
         stop = ceil_div(length, T)
         ordinal, inside = divmod(length, T)
+        while table.stop > max(stop, table.published + (table.partial is not None)):
+            block = table.entries.pop().blocks[0]
+            block.owners -= 1
+            if not block.held:
+                window.free(block, front=True)
         if table.partial is not None:
             if stop <= table.published:
                 self.let_go(window, table.entries.pop().blocks[0])
@@ -609,11 +616,6 @@ class NaiveManager:
             elif table.published * T + len(table.partial.tokens) > length:
                 self.withdraw(window, table.partial)
                 table.partial = None
-        while table.stop > max(stop, table.published + (table.partial is not None)):
-            block = table.entries.pop().blocks[0]
-            block.owners -= 1
-            if not block.held:
-                window.free(block, front=True)
         if stop < table.published:
             self.unpublish(window, table, stop)
             del table.entries[stop - table.start :]

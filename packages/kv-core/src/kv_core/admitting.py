@@ -191,8 +191,9 @@ def _take(window: Window, sequence: Sequence, table: Table, tail: Run, decided: 
     if source is not None and decided.takes_over:
         own = _take_over(window, source)
         [(_, _, wish)] = sequence.wished(decided.num_whole, decided.num_whole + 1)
-        if wish.priority is None and (own.priority, own.duration_ms) != (DEFAULT_PRIORITY, None):
-            window.overrides[own.ids[0]] = Retention(own.priority, own.duration_ms)  # core spec D38
+        kept = Retention(own.priority, own.duration_ms)
+        if wish.priority is None and kept != Retention(DEFAULT_PRIORITY):
+            window.overrides[own.ids[0]] = kept  # core spec D38
         lower += [own] if own.tier != Tier.DEVICE else []
         taken = take_and_onboard(window, lower, decided.num_taken)
         taken = own.ids + taken

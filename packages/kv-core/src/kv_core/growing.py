@@ -111,9 +111,9 @@ def shrink(window: Window, sequence: Sequence, table: Table, num_tokens: int) ->
     """Give up the blocks behind the first `num_tokens` tokens, and make the block they end in writable."""
     copies = needs_copy(window, table, num_tokens)
     stop = ceil_div(num_tokens, window.tokens_per_block)
-    _shrink_partial(window, table, num_tokens, stop)
     while table.stop > max(stop, table.published + (table.partial is not None)):
         _pop(window, sequence, table)
+    _shrink_partial(window, sequence, table, num_tokens, stop)
     if stop < table.published:
         _unpublish(window, table, stop)
         del table.ids[stop - table.start :]
@@ -122,10 +122,10 @@ def shrink(window: Window, sequence: Sequence, table: Table, num_tokens: int) ->
         if copies:
             _replace(window, table, ordinal, inside)
         else:
-            _withdraw(window, table, ordinal)
+            _withdraw(window, sequence, table, ordinal)
 
 
-def _shrink_partial(window: Window, table: Table, num_tokens: int, stop: int) -> None:
+def _shrink_partial(window: Window, sequence: Sequence, table: Table, num_tokens: int, stop: int) -> None:
     run = table.partial
     if run is None:
         return
@@ -134,7 +134,7 @@ def _shrink_partial(window: Window, table: Table, num_tokens: int, stop: int) ->
         table.partial = None
         table.ids.pop()
     elif table.published * window.tokens_per_block + len(run.tokens) // table.root.width > num_tokens:
-        withdraw_partial(window, table)
+        withdraw_partial(window, sequence, table)
 
 
 def _pop(window: Window, sequence: Sequence, table: Table) -> None:
@@ -152,13 +152,13 @@ def _unpublish(window: Window, table: Table, ordinal: int) -> None:
     table.published = ordinal
 
 
-def _withdraw(window: Window, table: Table, ordinal: int) -> None:
+def _withdraw(window: Window, sequence: Sequence, table: Table, ordinal: int) -> None:
     """The last published block, which nobody else reads, is private again."""
     tail = table.tail
     upper = window.border(tail, ordinal)
     window.move_anchor(table, upper)
     table.published = ordinal
-    window.remove(tail)
+    window.make_private(sequence, tail)
 
 
 def _replace(window: Window, table: Table, ordinal: int, num_tokens: int) -> None:
@@ -180,10 +180,10 @@ def num_to_separate(sequence: Sequence, table: Table, ordinal: int) -> int:
     return shared + max(0, table.published - ordinal)
 
 
-def separate(window: Window, table: Table, ordinal: int) -> None:
+def separate(window: Window, sequence: Sequence, table: Table, ordinal: int) -> None:
     """Every beam gets copies of the blocks from `ordinal` on that it shares, with the tree or with other beams."""
     if table.partial is not None and ordinal <= table.published:
-        withdraw_partial(window, table)
+        withdraw_partial(window, sequence, table)
     if table.others and ordinal < table.shared:
         _separate_beams(window, table, ordinal)
     if ordinal < table.published:

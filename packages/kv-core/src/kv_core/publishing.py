@@ -40,7 +40,7 @@ def publish(window: Window, sequence: Sequence, table: Table, filled: Filled) ->
     if log is None or table.stuck or not _anything_new(table, filled):
         return 0
     if table.partial is not None:
-        withdraw_partial(window, table)
+        withdraw_partial(window, sequence, table)
     chain = _Chain(window, sequence, table, log, filled.keys)
     chain.bridge(min(table.start, filled.stop))
     for start, stop, wish in list(window.wished(sequence, table, max(table.published, table.start), filled.stop)):
@@ -216,12 +216,11 @@ class _Chain:
         self._hold(run)
 
 
-def withdraw_partial(window: Window, table: Table) -> None:
+def withdraw_partial(window: Window, sequence: Sequence, table: Table) -> None:
     """The block that was published without being full is private again, before it is published anew (core spec D3)."""
     run = table.partial
     assert run is not None
-    window.pins_own(run)
-    window.remove(run)
+    window.make_private(sequence, run)
     table.partial = None
 
 

@@ -230,7 +230,7 @@ class Registry:
         if any(growing.num_to_separate(sequence, table, ordinal) > window.num_free for window, table in pairs):
             return False
         for window, table in pairs:
-            growing.separate(window, table, ordinal)
+            growing.separate(window, sequence, table, ordinal)
         sequence.num_published = min(sequence.num_published, ordinal)
         return True
 

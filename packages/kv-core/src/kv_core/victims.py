@@ -210,7 +210,8 @@ def _choose(window: Window, tier: int, count: int) -> list[_Piece]:
         if taken < run.count:
             window.cut(run, run.count - taken)
         queue.claim(run)
-        is_needed = any(child.tier != IN_TRANSIT or child in movable for child in run.children.values())
+        below_it = () if window.is_sliding else run.children.values()
+        is_needed = any(child.tier != IN_TRANSIT or child in movable for child in below_it)
         if has_below and (is_needed or run.priority >= window.config.offload_min_priority):
             movable.add(run)
         parent = run.parent

@@ -26,6 +26,9 @@ IN_TRANSIT: Final = -1
 """Tier of a run that was chosen as victim and is not yet dealt with; no tier's queue and no kin counts it."""
 
 
+_DEFAULT: Final = Retention(DEFAULT_PRIORITY)
+
+
 class Counters:
     """Totals of one window since the start; see `WindowStats`."""
 
@@ -290,6 +293,15 @@ class Window:
                 continue
             for ordinal in range(first, last):
                 yield ordinal, ordinal + 1, self.overrides.get(table.ids[ordinal - table.start], wish)
+
+    def make_private(self, sequence: Sequence, run: Run) -> None:
+        """A run of one block that only its table holds leaves the tree; the block is kept for as long as before."""
+        [(_, _, wish)] = sequence.wished(run.start, run.start + 1)
+        kept = Retention(run.priority, run.duration_ms)
+        if kept != (_DEFAULT if wish.priority is None else wish):
+            self.overrides[run.ids[0]] = kept
+        self.pins_own(run)
+        self.remove(run)
 
     def forget_overrides(self, ids: "array[int]") -> None:
         """These blocks are private no more."""
