@@ -383,40 +383,47 @@ class OurManager(SeedManager):
             block.used = self.now
             for beam in table:
                 beam.append(block)
-        source, lower = plan["source"], [block for block in plan["path"] if block.level]
         if plan["takes_over"]:
-            self.causes.update(("core-D35", "core-D52"))
-            window.log.removed(window.window, source.name)
-            window.prune(source)
-            window.hold(source)
-            if wishes[plan["whole"]][0] is not None:
-                source.priority, source.duration = _default(wishes[plan["whole"]])
-            lower += [source] if source.level else []
-            source.key = None
-            table[0].append(source)
+            self._take_over(window, plan["source"], wishes[plan["whole"]])
+            table[0].append(plan["source"])
         plain = one.content is None or not self.config["enable_block_reuse"]
-        wanted = [decode_wish(one) if plain else wishes[at] for at, _ in plan["empty"]]
-        hidden = source is not None and not plan["takes_over"] and source in window.queue
-        place = window.queue.index(source) if hidden else 0
-        if hidden:
-            before = window.queue[:place]
-            level = [block for block in window.queue if block.level == 0]
-            if source in sorted(level, key=lambda block: block.priority)[: len(wanted) + len(lower)]:
-                self.causes.add("core-D5")
-            window.queue.remove(source)
-        window.bring(lower, len(wanted))
-        taken = window.take_many(wanted)
-        if hidden:
-            kept = sum(block in window.queue for block in before)
-            window.queue.insert(kept, source)
+        taken = self._take(window, plan, [decode_wish(one) if plain else wishes[at] for at, _ in plan["empty"]])
         self._note_copy(one, plan, wishes)
         for (at, beams), block in zip(plan["empty"], taken, strict=True):
             for beam in beams:
                 assert len(table[beam]) == at
                 table[beam].append(block)
         self.tables[one.request_id].append(table)
-        window.counts["reused_blocks"] += plan["whole"] + (source is not None)
+        window.counts["reused_blocks"] += plan["whole"] + (plan["source"] is not None)
         window.counts["missed_blocks"] += 0 if plain else plan["missed"]
+
+    def _take_over(self, window: OurWindow, source: Block, wish: Wish) -> None:
+        """The block leaves the tree, and readers of events hear of it (D35, D52)."""
+        self.causes.update(("core-D35", "core-D52"))
+        window.log.removed(window.window, source.name)
+        window.prune(source)
+        window.hold(source)
+        if wish[0] is not None:
+            source.priority, source.duration = _default(wish)
+        source.key = None
+
+    def _take(self, window: OurWindow, plan: dict[str, Any], wanted: list[Wish]) -> list[Block]:
+        """Bring what lies lower, then take; the source of a copy stays out of reach (D5)."""
+        source, lower = plan["source"], [block for block in plan["path"] if block.level]
+        if plan["takes_over"]:
+            lower += [source] if source.level else []
+        if source is None or plan["takes_over"] or source not in window.queue:
+            window.bring(lower, len(wanted))
+            return window.take_many(wanted)
+        before = window.queue[: window.queue.index(source)]
+        level = [block for block in window.queue if block.level == 0]
+        if source in sorted(level, key=lambda block: block.priority)[: len(wanted) + len(lower)]:
+            self.causes.add("core-D5")
+        window.queue.remove(source)
+        window.bring(lower, len(wanted))
+        taken = window.take_many(wanted)
+        window.queue.insert(sum(block in window.queue for block in before), source)
+        return taken
 
     def _note_copy(self, one: SeedSequence, plan: dict[str, Any], wishes: list[Wish]) -> None:
         source = plan["source"]
