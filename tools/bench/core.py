@@ -38,7 +38,7 @@ TRACE = Path(__file__).resolve().parents[1] / "data" / "mooncake_conversation_tr
 TOKENS_PER_ID = 512
 TOKENS_PER_BLOCK = 16
 NUM_BLOCKS = 200_000
-SLIDING_BLOCKS = 20_000
+SLIDING_BLOCKS = 100_000
 """Of all blocks, those of each sliding window: vLLM's windows share one pool, ours are told their part."""
 LONGEST = 1 << 18
 VOCABULARY = 128_000
@@ -205,8 +205,7 @@ def compare(options: argparse.Namespace, claim: str, windows: Sequence[int | Non
     names = sorted({"sha256", fastest_hash()})
     theirs = [Vllm(windows, NUM_BLOCKS, events=events, hash_name=name) for name in names]
     timed = race(options.trace, options.requests, [Ours(windows, NUM_BLOCKS, events=events), *theirs])
-    print(
-        f"{claim}: {options.requests} requests, {TOKENS_PER_BLOCK}-token blocks, {NUM_BLOCKS} blocks for each of {len(windows)} windows"
+    print(f"{claim}: {options.requests} requests, {TOKENS_PER_BLOCK}-token blocks, {NUM_BLOCKS * len(windows)} in all")
     )
     for one in timed:
         print(f"  {one.contender.name:16} mean {one.mean_us:9.1f} us  median {one.median_us:9.1f} us"
