@@ -73,10 +73,7 @@ class PumpLimits:
 
 
 class PumpedAgent(Generic[PostT]):
-    """An `Agent` over any transport.
-
-    More than seven fields: the owner's half (lock, peers, regions, calls) and the thread's half (posts, progress).
-    """
+    """An `Agent` over any transport. Many fields: an owner's half under the lock, and the thread's own half."""
 
     def __init__(
         self,
@@ -219,11 +216,9 @@ class PumpedAgent(Generic[PostT]):
         if self._closed_because is not None:
             raise AgentClosed(f"the agent takes no more work: agent={self._name!r}, {self._closed_because}")
 
-    # The thread.
-
     def _run(self) -> None:
-        leave_pinned_core()
         try:
+            leave_pinned_core()
             while self._turn():
                 pass
         except Exception as error:
