@@ -20,9 +20,6 @@ from kv_core.retention import RangeRetention, RetentionConfig
 from kv_core.tiers import Tier
 from kv_testing.naive_manager import NaiveManager
 
-PROMPTS = 4
-"""Few different tokens, so that prompts share prefixes and diverge inside of blocks."""
-
 
 @dataclass(frozen=True)
 class World:
@@ -200,10 +197,24 @@ class Duel:
         assert self.real.refresh() == self.naive.refresh()
 
     def dry_run(self, numbers):
-        """Supposing that requests end says what their ends give."""
+        """Supposing that requests end counts the blocks that nobody else holds."""
         dry = self.real.dry_run()
-        for name in {self.pick(number) for number in numbers} - {None}:
+        names = {self.pick(number) for number in numbers} - {None}
+        for name in names:
             dry.release(name)
+        for at, window in enumerate(self.world.windows):
+            assert dry.num_free(window.window) == self.naive.num_free_without(names, at)
+
+    def set_priority(self, block_id, priority):
+        size = self.world.windows[0].window
+        if block_id < self.world.windows[0].num_device and self.world.beams == 1:
+            assert self.real.set_priority(size, block_id, priority) == self.naive.set_priority(0, block_id, priority)
+
+    def move(self, block_id, *, up):
+        size = self.world.windows[0].window
+        if block_id < sum(self.world.windows[0].num_blocks):
+            move, expected = (self.real.onboard, self.naive.onboard) if up else (self.real.offload, self.naive.offload)
+            assert move(size, block_id) == expected(0, block_id)
 
     def pick(self, number):
         names = list(self.beams)
@@ -239,7 +250,7 @@ class Duel:
         found = {}
         for root in window.tree.roots.values():
             scope = (root.scope_key[0], root.scope_key[1], root.width == 16)
-            waiting = [(child, (scope,)) for child in root.children.values()]
+            waiting: list[tuple] = [(child, (scope,)) for child in root.children.values()]
             while waiting:
                 run, path = waiting.pop()
                 tokens = decoded(run.exact_tokens(), root.width)
@@ -338,39 +349,35 @@ class Player:
             self.duel.compare()
 
     def step(self):
-        random, duel = self.random, self.duel
-        roll = random.random()
-        number = random.randrange(64)
-        if roll < 0.30:
-            duel.add(self.prompt(), **self.manners())
-        elif roll < 0.55:
-            duel.decode(number, self.tokens(random.choice((1, 1, 1, 2, 3, 5))))
-        elif roll < 0.63:
-            duel.publish(number, self.maybe(random.randrange(40)), partial=random.random() < 0.4)
-        elif roll < 0.72:
-            duel.rewind(number, random.choice((1, 1, 2, 3, 5, 9)))
-        elif roll < 0.88:
-            duel.release(
-                number,
-                publish=random.random() < 0.85,
-                num_filled=self.maybe(random.randrange(40)),
-                pin=random.random() < 0.1,
-            )
-        elif roll < 0.90:
-            duel.pin(number)
-        elif roll < 0.93:
-            duel.unpin(number)
-        elif roll < 0.95:
-            duel.make_writable(number, random.randrange(8))
-        elif roll < 0.97:
-            duel.extend(number, self.tokens(2))
-        elif roll < 0.98:
-            duel.grow(number, random.choice((1, 2, 4)))
-        else:
-            duel.wait(random.choice((1, 5, 20)))
+        moves = (
+            (30, lambda: self.duel.add(self.prompt(), **self.manners())),
+            (25, lambda: self.duel.decode(self.number(), self.tokens(self.random.choice((1, 1, 1, 2, 3, 5))))),
+            (8, lambda: self.duel.publish(self.number(), self.filled(), partial=self.random.random() < 0.4)),
+            (9, lambda: self.duel.rewind(self.number(), self.random.choice((1, 1, 2, 3, 5, 9)))),
+            (16, self.release),
+            (2, lambda: self.duel.pin(self.number())),
+            (3, lambda: self.duel.unpin(self.number())),
+            (2, lambda: self.duel.make_writable(self.number(), self.random.randrange(8))),
+            (2, lambda: self.duel.extend(self.number(), self.tokens(2))),
+            (1, lambda: self.duel.grow(self.number(), self.random.choice((1, 2, 4)))),
+            (2, lambda: self.duel.wait(self.random.choice((1, 5, 20)))),
+            (1, lambda: self.duel.dry_run([self.number(), self.number()])),
+            (1, lambda: self.duel.set_priority(self.random.randrange(24), self.random.choice((5, 35, 80)))),
+            (1, lambda: self.duel.move(self.random.randrange(24), up=self.random.random() < 0.5)),
+        )
+        [move] = self.random.choices([move for _, move in moves], [weight for weight, _ in moves])
+        move()
 
-    def maybe(self, value):
-        return value if self.random.random() < 0.15 else None
+    def release(self):
+        pin = self.random.random() < 0.1
+        publish = self.random.random() < 0.85
+        self.duel.release(self.number(), publish=publish, num_filled=self.filled(), pin=pin)
+
+    def number(self):
+        return self.random.randrange(64)
+
+    def filled(self):
+        return self.random.randrange(40) if self.random.random() < 0.15 else None
 
     def tokens(self, amount):
         return [self.random.choice((1, 1, 1, 2, -1)) for _ in range(amount)]

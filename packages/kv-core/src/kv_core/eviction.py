@@ -2,9 +2,9 @@
 
 In:  runs that became free, are held again, were cut or shortened.
 Out: the next victim: a run, whose last block goes first.
-Law: of the free blocks of one tier that no child on that tier depends on, the one with the lowest (priority, stamp) goes
-     first. Blocks are stamped when they become free, the last of a table first; an order may prefer some over others
-     within a priority. A block whose time is over moves behind everything that was free with the default priority.
+Law: of the free blocks of one tier on which no child on that tier depends, the one with the lowest (priority, stamp)
+     goes first. Blocks are stamped when they become free, the last of a table first; an order may prefer some over
+     others within a priority. A block whose time is over moves behind all that was free with the default priority.
 
 One heap entry stands for all blocks of a run. Entries are dropped lazily: an entry counts only while its run still has
 the stamp in it. A run that still has children on its tier is *parked*: out of the heap, with its stamp, until the last
@@ -24,7 +24,7 @@ _SLACK = 64
 
 
 class Stamps:
-    """Numbers in the order of release, growing at the back and falling at the front; shared by the tiers of a window."""
+    """Numbers in the order of release: growing at the back, falling at the front. The tiers of a window share them."""
 
     __slots__ = ("_back", "_front")
 

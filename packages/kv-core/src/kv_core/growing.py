@@ -10,7 +10,7 @@ from array import array
 
 from kv_core.admitting import copy
 from kv_core.errors import CallerError
-from kv_core.publishing import withdraw_partial
+from kv_core.publishing import make_private, withdraw_partial
 from kv_core.sequence import Sequence, Table
 from kv_core.spans import ceil_div
 from kv_core.victims import take
@@ -158,7 +158,7 @@ def _withdraw(window: Window, sequence: Sequence, table: Table, ordinal: int) ->
     upper = window.border(tail, ordinal)
     window.move_anchor(table, upper)
     table.published = ordinal
-    window.make_private(sequence, tail)
+    make_private(window, sequence, tail)
 
 
 def _replace(window: Window, table: Table, ordinal: int, num_tokens: int) -> None:

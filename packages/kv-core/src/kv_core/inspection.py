@@ -2,7 +2,7 @@
 
 In:  a window, and the tables and pins that hold its blocks.
 Out: values; `check_window` raises AssertionError with the law that is broken.
-Law: nothing here changes what can be observed, but for `set_priority`. All but `lookup` cost as much as the tree is large.
+Law: nothing here changes what can be observed, but for `set_priority`. All but `lookup` cost what the tree is large.
 """
 
 from collections import Counter
@@ -159,7 +159,7 @@ def check_window(window: Window, tables: list[tuple[Sequence, Table]], pins: lis
     _check_places(window, runs, empty, tables)
     _check_queues(window, runs, empty)
     for _, table in tables:
-        _check_table(window, table)
+        _check_table(table)
 
 
 def _check_links(window: Window, runs: list[Run]) -> None:
@@ -185,7 +185,8 @@ def _check_links(window: Window, runs: list[Run]) -> None:
         if run.is_hole:
             assert window.is_sliding, "law: only a sliding window has holes"
             assert run.children or run.anchors, "law: a hole leads somewhere"
-            assert run.stamp is None and not run.holders, "law: nobody has a hole"
+            assert run.stamp is None, "law: a hole is not free"
+            assert not run.holders, "law: nobody holds a hole"
         elif not window.is_sliding and run.parent is not None and not isinstance(run.parent, Root):
             assert run.parent.tier <= run.tier, "law: a parent is never on a lower tier than its children"
             assert run.parent.holders >= run.holders, "law: who holds a block holds those before it"
@@ -245,8 +246,9 @@ def _check_queues(window: Window, runs: list[Run], empty: list[Run]) -> None:
         assert not run.holders or (run.stamp is None and not run.parked), "law: what is held is in no queue"
 
 
-def _check_table(window: Window, table: Table) -> None:
-    assert 0 <= table.start <= table.stop and table.published <= table.stop, "law: a table is a span of ordinals"
+def _check_table(table: Table) -> None:
+    assert 0 <= table.start <= table.stop, "law: a table is a span of ordinals"
+    assert table.published <= table.stop, "law: only blocks that there are are published"
     run, stop = table.tail, table.published
     assert run.stop == stop, "law: a path ends where publishing ended"
     while run.stop > table.start:

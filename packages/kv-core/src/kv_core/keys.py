@@ -79,8 +79,8 @@ def chain_keys(
 ) -> list[BlockKey]:
     """The keys of the blocks `ordinals` of some content, behind a block (or scope) of key `parent`.
 
-    The last block may be shorter. `items` are those of `encoded_items`. Not `plain`: 16 bytes a token, as TokenLog packs
-    tokens with extra ids.
+    The last block may be shorter. `items` are those of `encoded_items`. If not `plain`, a token has 16 bytes, as
+    TokenLog packs tokens with extra ids.
     """
     tag = _BLOCK_TAG if plain else _QUALIFIED_TAG
     keys: list[BlockKey] = []

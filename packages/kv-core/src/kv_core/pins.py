@@ -45,7 +45,7 @@ def pin_table(window: Window, table: Table) -> Held:
     for block_id in private:
         window.pins[block_id] = window.pins.get(block_id, 0) + 1
     if table.partial is not None:
-        window.pin_runs(table.partial)
+        pin_runs(window, table.partial)
     return Held(window, table.tail, table.start, private)
 
 
@@ -54,7 +54,7 @@ def unpin(held: Held) -> None:
     window = held.window
     for block_id in reversed(held.private):
         if block_id in window.pinned_runs:
-            window.unpin_run(block_id)
+            _unpin_run(window, block_id)
         else:
             _unpin_private(window, block_id)
     window.let_go(held.tail, held.start)
@@ -68,3 +68,37 @@ def _unpin_private(window: Window, block_id: int) -> None:
         wish = window.orphans.pop(block_id, None)
         if wish is not None:
             window.release_empty(array("i", [block_id]), wish)
+
+
+def pin_runs(window: Window, run: Run) -> list[Run]:
+    """Private blocks that pins hold are in the tree now, and held there; the pieces of the run, in order."""
+    pieces: list[Run] = []
+    for inside in reversed(range(run.count)):
+        num_pins = window.pins.pop(run.ids[inside], 0)
+        if num_pins:
+            if inside + 1 < run.count:
+                pieces.append(run)
+                run = window.cut(run, inside + 1)
+            upper = window.cut(run, inside) if inside else run
+            run.holders += num_pins
+            num_pins += window.pinned_runs.get(run.ids[0], (run, 0))[1]
+            window.pinned_runs[run.ids[0]] = run, num_pins
+            if upper is not run:
+                pieces.append(run)
+                run = upper
+    return [run, *reversed(pieces)]
+
+
+def _unpin_run(window: Window, block_id: int) -> None:
+    """One pin less for a block that was private when it was pinned and is in the tree now."""
+    run, num_pins = window.pinned_runs.pop(block_id)
+    if num_pins > 1:
+        window.pinned_runs[block_id] = run, num_pins - 1
+    window.let_go_one(run)
+
+
+def pins_own(window: Window, run: Run) -> None:
+    """A run of one block leaves the tree while its table goes on: what pins held there is private again."""
+    if run.ids[0] in window.pinned_runs:
+        _, num_pins = window.pinned_runs.pop(run.ids[0])
+        window.pins[run.ids[0]] = num_pins

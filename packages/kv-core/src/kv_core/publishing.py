@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from kv_core.events import StoredPiece
 from kv_core.keys import BlockKey
-from kv_core.retention import Retention
+from kv_core.pins import pin_runs, pins_own
+from kv_core.retention import DEFAULT_PRIORITY, Retention
 from kv_core.runs import Run
 from kv_core.sequence import Sequence, Table
 from kv_core.tiers import Tier
@@ -127,7 +128,7 @@ class _Chain:
         self._hold(run)
         table.partial = run
         self.num_stored += 1
-        self._news += window.pin_runs(run) if window.pins else [run]
+        self._news += pin_runs(window, run) if window.pins else [run]
         self.flush()
 
     def flush(self) -> None:
@@ -174,7 +175,7 @@ class _Chain:
         run.priority, run.duration_ms = _or_default(wish, run)
         self._hold(run)
         self.num_stored += run.count
-        self._news += self.window.pin_runs(run) if self.window.pins else [run]
+        self._news += pin_runs(self.window, run) if self.window.pins else [run]
         self._advance(run)
 
     def _hold(self, run: Run) -> None:
@@ -220,8 +221,18 @@ def withdraw_partial(window: Window, sequence: Sequence, table: Table) -> None:
     """The block that was published without being full is private again, before it is published anew (core spec D3)."""
     run = table.partial
     assert run is not None
-    window.make_private(sequence, run)
+    make_private(window, sequence, run)
     table.partial = None
+
+
+def make_private(window: Window, sequence: Sequence, run: Run) -> None:
+    """A run of one block that only its table holds leaves the tree; the block is kept for as long as before."""
+    [(_, _, wish)] = sequence.wished(run.start, run.start + 1)
+    kept = Retention(run.priority, run.duration_ms)
+    if kept != (Retention(DEFAULT_PRIORITY) if wish.priority is None else wish):
+        window.overrides[run.ids[0]] = kept
+    pins_own(window, run)
+    window.remove(run)
 
 
 def _or_default(wish: Retention, run: Run) -> tuple[int, int | None]:

@@ -9,12 +9,13 @@ Law: all windows are asked before one is changed; they agree on one prepopulated
 from collections.abc import Callable, Iterator
 
 from kv_core import growing
-from kv_core.admitting import Plan, agreed, carry_out, decide, match
+from kv_core.admitting import carry_out
 from kv_core.config import CacheType, ManagerConfig
 from kv_core.errors import CallerError, CapacityError
 from kv_core.event_log import EventLog
 from kv_core.ids import BlockOrdinal, RequestId
 from kv_core.keys import BlockKey, Scope, chain_keys, scope_key
+from kv_core.planning import Plan, agreed, decide, match
 from kv_core.publishing import Filled, publish
 from kv_core.request import Admission, ExternalCache, MissingPrefix, Probe, Request, RequestStats
 from kv_core.sequence import Sequence, Table

@@ -14,7 +14,6 @@ from kv_core.ids import BlockId, BlockOrdinal, RequestId
 from kv_core.keys import Scope
 from kv_core.retention import RetentionConfig
 
-
 NO_SCOPE: Final = Scope()
 
 
@@ -24,8 +23,8 @@ class Request:
 
     `tokens` are those that the cache is made of: the prompt, or the encoder's tokens in a cross cache. A token is 32
     bits; -1 and 0xFFFFFFFF are one token. Without tokens, `num_tokens` says how many there are, and nothing is shared.
-    `extra_ids` qualify the tokens one by one. With `max_new_tokens` a request is refused at once that could never end, for
-    want of blocks or of length. A dummy is neither matched with an external cache nor published.
+    `extra_ids` qualify the tokens one by one. With `max_new_tokens` a request is refused at once that could never end,
+    for want of blocks or of length. A dummy is neither matched with an external cache nor published.
     """
 
     request_id: RequestId

@@ -2,8 +2,8 @@
 
 In:  -
 Out: `Run`, a node of the reuse tree (or a stretch of empty blocks outside of it), and how to cut one in two.
-Law: all blocks of a run have the same holders, priority, duration, expiry and tier, and neighbouring places in the order
-     of victims. Cutting changes nothing that can be observed; the lower part stays the object that it was.
+Law: all blocks of a run have the same holders, priority, duration, expiry and tier, and neighbouring places in the
+     order of victims. Cutting changes nothing that can be observed; the lower part stays the object that it was.
 
     tokens   |block 0|block 1|block 2|     width * tokens_per_block bytes each
     ids      |   17  |   4   |   9   |     empty in a hole: the way to descendants, without blocks

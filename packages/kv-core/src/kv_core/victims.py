@@ -163,7 +163,7 @@ def offload(window: Window, run: Run) -> bool:
 
 
 def onboard(window: Window, run: Run) -> bool:
-    """Bring one block of the tree, a run of its own, to the device; False if it has no room there, or comes too soon."""
+    """Bring one block of the tree, a run of its own, to the device; False without room, or before its parent."""
     parent = run.parent
     assert parent is not None, "law: only a block of the tree is moved"
     waits_for_parent = parent.tier != Tier.DEVICE and not window.is_sliding

@@ -2,9 +2,9 @@
 
 In:  runs and tables.
 Out: `Window`, whose methods hold, let go, cut and unlink runs and free private blocks.
-Law: free blocks are exactly those that nobody holds. In a window that is not sliding a table holds its whole chain, so a
-     run that nobody holds has no held descendant and every free block can be taken. In a sliding window spans are held,
-     and a run in the middle may lose its blocks and remain as a hole until its last descendant goes.
+Law: free blocks are exactly those that nobody holds. In a window that is not sliding a table holds its whole chain, so
+     a run that nobody holds has no held descendant and every free block can be taken. In a sliding window spans are
+     held, and a run in the middle may lose its blocks and remain as a hole until its last descendant goes.
 """
 
 from array import array
@@ -24,9 +24,6 @@ from kv_core.tree import Root, Source, Tree
 
 IN_TRANSIT: Final = -1
 """Tier of a run that was chosen as victim and is not yet dealt with; no tier's queue and no kin counts it."""
-
-
-_DEFAULT: Final = Retention(DEFAULT_PRIORITY)
 
 
 class Counters:
@@ -250,39 +247,6 @@ class Window:
         """Blocks whose content the tree has elsewhere go before all others (core spec D30)."""
         self.release_empty(ids, Retention(MIN_PRIORITY), front=True, tier=tier)
 
-    # Pins.
-
-    def pin_runs(self, run: Run) -> list[Run]:
-        """Private blocks that pins hold are in the tree now: the pins hold them there. The pieces of the run, in order."""
-        pieces: list[Run] = []
-        for inside in reversed(range(run.count)):
-            num_pins = self.pins.pop(run.ids[inside], 0)
-            if num_pins:
-                if inside + 1 < run.count:
-                    pieces.append(run)
-                    run = self.cut(run, inside + 1)
-                upper = self.cut(run, inside) if inside else run
-                run.holders += num_pins
-                num_pins += self.pinned_runs.get(run.ids[0], (run, 0))[1]
-                self.pinned_runs[run.ids[0]] = (run, num_pins)
-                if upper is not run:
-                    pieces.append(run)
-                    run = upper
-        return [run, *reversed(pieces)]
-
-    def unpin_run(self, block_id: int) -> None:
-        """One pin less for a block that was private when it was pinned and is in the tree now."""
-        run, num_pins = self.pinned_runs.pop(block_id)
-        if num_pins > 1:
-            self.pinned_runs[block_id] = run, num_pins - 1
-        self.let_go_one(run)
-
-    def pins_own(self, run: Run) -> None:
-        """A run of one block leaves the tree while its table goes on: what pins held there is private again."""
-        if run.ids[0] in self.pinned_runs:
-            _, num_pins = self.pinned_runs.pop(run.ids[0])
-            self.pins[run.ids[0]] = num_pins
-
     # Tables.
 
     def wished(self, sequence: Sequence, table: Table, start: int, stop: int) -> Iterator[tuple[int, int, Retention]]:
@@ -293,15 +257,6 @@ class Window:
                 continue
             for ordinal in range(first, last):
                 yield ordinal, ordinal + 1, self.overrides.get(table.ids[ordinal - table.start], wish)
-
-    def make_private(self, sequence: Sequence, run: Run) -> None:
-        """A run of one block that only its table holds leaves the tree; the block is kept for as long as before."""
-        [(_, _, wish)] = sequence.wished(run.start, run.start + 1)
-        kept = Retention(run.priority, run.duration_ms)
-        if kept != (_DEFAULT if wish.priority is None else wish):
-            self.overrides[run.ids[0]] = kept
-        self.pins_own(run)
-        self.remove(run)
 
     def forget_overrides(self, ids: "array[int]") -> None:
         """These blocks are private no more."""
