@@ -197,6 +197,17 @@ def test_a_wait_ends_in_time(tmp_path):
     pools.close()
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_closed_engine_takes_nothing_and_nobody_waits_for_it(tmp_path, num_workers):
+    pools = full_pools(plain_shapes(), tmp_path)
+    engine, order = CopyEngine(pools, num_workers=num_workers), log_copies([(*PLACES[:2], 4)])
+    engine.close()
+    with pytest.raises(CallerError, match="closed"):
+        engine.submit(order)
+    assert engine.wait(1).below == 0
+    pools.close()
+
+
 def test_planes_are_views_in_which_one_slot_means_one_block():
     spec = CacheSpec.uniform(
         num_layers=3, num_heads=2, head_size=4, dtype="float32", tokens_per_block=4, windows=(8, None)

@@ -24,10 +24,12 @@ from typing import NamedTuple
 
 import torch
 
+from kv_core.errors import CallerError
 from kv_core.tiers import CopyOrder, Place, Tier
 from kv_transfer.block_pools import BlockPools
 from kv_transfer.copy_queue import CopyQueue
 from kv_transfer.slot_copier import SlotCopier
+from kv_transfer.threads import leave_pinned_core
 
 
 class Miss(NamedTuple):
@@ -74,8 +76,12 @@ class CopyEngine:
             worker.start()
 
     def submit(self, orders: Iterable[CopyOrder]) -> None:
-        """Execute these orders after what the current stream was given so far; without workers now."""
+        """Execute these orders after what the current stream was given so far; without workers now.
+
+        CallerError after `close`, and for orders that do not follow those submitted before.
+        """
         with self._changed:
+            self._check_open()
             self._queue.add(orders)
             self._streams.fork()
             self._changed.notify_all()
@@ -96,6 +102,7 @@ class CopyEngine:
         deadline = None if timeout_s is None else monotonic() + timeout_s
         with self._changed:
             while self._queue.num_open and self._error is None:
+                self._check_open()
                 left = None if deadline is None else deadline - monotonic()
                 if left is not None and left <= 0:
                     raise TimeoutError(f"copies are open after {timeout_s} s: open={self._queue.num_open}")
@@ -112,6 +119,10 @@ class CopyEngine:
             worker.join()
         self._streams.drain()
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise CallerError(f"the copy engine is closed: open orders={self._queue.num_open}")
+
     def _progress(self) -> Progress:
         if self._error is not None:
             raise self._error
@@ -124,6 +135,7 @@ class CopyEngine:
         return Progress(self._queue.below, misses, lost)
 
     def _work(self) -> None:
+        leave_pinned_core()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_closed or self._queue.num_ready)
