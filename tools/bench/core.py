@@ -206,7 +206,6 @@ def compare(options: argparse.Namespace, claim: str, windows: Sequence[int | Non
     theirs = [Vllm(windows, NUM_BLOCKS, events=events, hash_name=name) for name in names]
     timed = race(options.trace, options.requests, [Ours(windows, NUM_BLOCKS, events=events), *theirs])
     print(f"{claim}: {options.requests} requests, {TOKENS_PER_BLOCK}-token blocks, {NUM_BLOCKS * len(windows)} in all")
-    )
     for one in timed:
         print(f"  {one.contender.name:16} mean {one.mean_us:9.1f} us  median {one.median_us:9.1f} us"
               f"  hit tokens {one.contender.hit_tokens}")  # fmt: skip
