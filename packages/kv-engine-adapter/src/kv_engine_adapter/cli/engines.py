@@ -24,6 +24,7 @@ from kv_engine_adapter.cli.processes import ProcessGuard, Program, ProgramError
 
 HOST = "127.0.0.1"
 MODEL_NAME = "tiny"
+SERVER = "kv_engine_adapter.cli.serve"
 # Below the range from which Linux takes ports for outgoing connections, so that none is lost between look and use.
 _PORTS = range(20000, 32000)
 # What vLLM 0.25 to 0.32 writes to its log, in the order of a start.
@@ -151,7 +152,7 @@ def engine_arguments(config: EngineConfig, port: int) -> list[str]:
     return [
         sys.executable,
         "-m",
-        "vllm.entrypoints.openai.api_server",
+        SERVER,
         *flat,
         "--enforce-eager",
         *config.extra_arguments,
