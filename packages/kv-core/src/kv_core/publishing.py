@@ -46,9 +46,9 @@ def publish(window: Window, sequence: Sequence, table: Table, filled: Filled) ->
     chain.bridge(min(table.start, filled.stop))
     for start, stop, wish in list(window.wished(sequence, table, max(table.published, table.start), filled.stop)):
         chain.blocks(start, stop, wish)
-    chain.flush()
     if filled.tail_tokens and table.published == filled.stop and not table.stuck:
         chain.partial(filled)
+    chain.flush()
     return chain.num_stored
 
 
@@ -129,7 +129,6 @@ class _Chain:
         table.partial = run
         self.num_stored += 1
         self._news += pin_runs(window, run) if window.pins else [run]
-        self.flush()
 
     def flush(self) -> None:
         """Tell what was stored since the last time, as one chain."""
