@@ -508,7 +508,9 @@ class NaiveManager:
     def offload(self, at, block_id):
         window, block = self.windows[at], self.windows[at].blocks[block_id]
         tier = block.tier
-        if block.node is None or block.held or tier == 2 or not window.num_free(tier + 1):
+        if not self.config.onboard or block.node is None or block.held:
+            return False
+        if tier == 2 or not window.num_free(tier + 1):
             return False
         if not window.sliding and any(child.block.tier == tier for child in block.node.children.values()):
             return False
@@ -525,16 +527,22 @@ class NaiveManager:
         window, block = self.windows[at], self.windows[at].blocks[block_id]
         if block.tier == 0:
             return True
-        parent = block.node.parent if block.node is not None else None
-        if parent is None or not window.num_free():
+        if block.node is None:
             return False
+        parent = block.node.parent
         if not window.sliding and parent.block is not None and parent.block.tier:
             return False
-        window.hold(block)
-        block.owners += 1
-        window.onboard([block], 0)
-        self.let_go(window, block)
-        return True
+        path = [block]
+        while not window.sliding and path[-1].node.parent.block is not None:
+            path.append(path[-1].node.parent.block)
+        for ours in path:
+            window.hold(ours)
+            ours.owners += 1
+        if window.num_free():
+            window.onboard([block], 0)
+        for ours in path:
+            self.let_go(window, ours)
+        return block.tier == 0
 
     def num_free_without(self, names, at):
         window = self.windows[at]

@@ -149,7 +149,13 @@ def offload(window: Window, run: Run) -> bool:
     """Move one block of the tree, a run of its own, a tier down; False if it is held or has no room there (D6)."""
     tier = run.tier
     blocked = run.kin > 0 and not window.is_sliding
-    if run.holders or blocked or tier + 1 == len(Tier) or not window.queues[tier + 1].num_free:
+    if (
+        not window.config.onboard
+        or run.holders
+        or blocked
+        or tier + 1 == len(Tier)
+        or not window.queues[tier + 1].num_free
+    ):
         return False
     window.queues[tier].claim(run)
     parent = run.parent
@@ -163,16 +169,20 @@ def offload(window: Window, run: Run) -> bool:
 
 
 def onboard(window: Window, run: Run) -> bool:
-    """Bring one block of the tree, a run of its own, to the device; False without room, or before its parent."""
+    """Bring one block of the tree, a run of its own, to the device; False without room, or before its parent.
+
+    The blocks before it are held meanwhile, so that they do not make room for it; all of them count as just used.
+    """
     parent = run.parent
     assert parent is not None, "law: only a block of the tree is moved"
-    waits_for_parent = parent.tier != Tier.DEVICE and not window.is_sliding
-    if waits_for_parent or not window.num_free:
+    if parent.tier != Tier.DEVICE and not window.is_sliding:
         return False
-    window.hold(run, run.start)
-    take_and_onboard(window, [run], 0)
-    window.let_go_one(run)
-    return True
+    start = run.start if window.is_sliding else 0
+    window.hold(run, start)
+    if window.num_free:
+        take_and_onboard(window, [run], 0)
+    window.let_go(run, start)
+    return run.tier == Tier.DEVICE
 
 
 def _make_room(window: Window, tier: int, count: int, count_later: int) -> _Room:
