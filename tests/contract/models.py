@@ -74,7 +74,7 @@ def _answer(model: SeedManager | None, step: dict[str, Any]) -> Answer:
         return {}
     try:
         answer = model.call(step)
-    except NoFreeBlock:
+    except (NoFreeBlock, RecursionError):  # the seed's tree may have a cycle (D1)
         return {"error": True}
     if answer is None:
         return {"error": False}
