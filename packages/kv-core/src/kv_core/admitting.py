@@ -127,10 +127,7 @@ def _hide(window: Window, source: Source | None) -> tuple[Run, int] | None:
 def _show(window: Window, hidden: tuple[Run, int] | None) -> None:
     if hidden is not None:
         run, stamp = hidden
-        run.stamp = stamp
-        queue = window.queues[run.tier]
-        queue.num_free += run.count
-        queue.enter(run)
+        window.queues[run.tier].restore(run, stamp)
         window.expiries.enter(run)
 
 

@@ -21,6 +21,7 @@ from kv_core.runs import Run
 
 Entry = tuple[int, int, Run]
 _SLACK = 64
+_PROBATION_SHARE = 10
 
 
 class Stamps:
@@ -45,9 +46,12 @@ class Stamps:
 
 
 class VictimQueue(Protocol):
-    """The free runs of one tier."""
+    """The free runs of one tier: the contract that every order keeps."""
 
-    num_free: int
+    @property
+    def num_free(self) -> int:
+        """Free blocks."""
+        ...
 
     def release(self, run: Run, *, front: bool = False) -> None:
         """All blocks of the run became free; `front`: they go first among those of their priority."""
@@ -57,12 +61,28 @@ class VictimQueue(Protocol):
         """All blocks of the run are held again, or gone."""
         ...
 
+    def shortened(self, run: Run, count: int) -> None:
+        """The last `count` blocks of a free run are gone; it has been made shorter already."""
+        ...
+
     def enter(self, run: Run) -> None:
-        """The run has a stamp that the queue does not know: it was cut off, shortened or parked."""
+        """The run has a stamp that the queue does not know: it was cut off, or parked."""
+        ...
+
+    def restore(self, run: Run, stamp: int) -> None:
+        """The run is free again in its old place."""
         ...
 
     def peek(self) -> Run | None:
         """The run whose last block is the next victim."""
+        ...
+
+    def dropped(self, run: Run, count: int) -> None:
+        """The last `count` blocks of the run are about to lose their content for want of room."""
+        ...
+
+    def published(self, run: Run) -> None:
+        """The run is new in the tree."""
         ...
 
     def __iter__(self) -> Iterator[Run]:
@@ -97,10 +117,21 @@ class LruQueue:
         run.parked = False
         self.num_free -= run.count
 
+    def shortened(self, run: Run, count: int) -> None:
+        assert run.stamp is not None, "law: only free blocks are given up"
+        run.stamp += count
+        self.num_free -= count
+        self.enter(run)
+
     def enter(self, run: Run) -> None:
         assert run.stamp is not None, "law: what enters has a place in the order"
         run.parked = False
         heappush(self._heap, (run.rank, run.stamp, run))
+
+    def restore(self, run: Run, stamp: int) -> None:
+        run.stamp = stamp
+        self.num_free += run.count
+        self.enter(run)
 
     def peek(self) -> Run | None:
         heap = self._heap
@@ -115,6 +146,12 @@ class LruQueue:
                 return run
         return None
 
+    def dropped(self, run: Run, count: int) -> None:
+        """Nothing to remember."""
+
+    def published(self, run: Run) -> None:
+        """Nothing to recall."""
+
     def __iter__(self) -> Iterator[Run]:
         return iter({id(run): run for _, stamp, run in self._heap if run.stamp == stamp}.values())
 
@@ -123,6 +160,74 @@ class LruQueue:
         self._heap = [entry for entry in self._heap if entry[2].stamp == entry[1] and not entry[2].parked]
         heapify(self._heap)
         self._limit = 2 * len(self._heap) + _SLACK
+
+
+class S3FifoQueue:
+    """Scan resistant: blocks that were never found again go before those that were (after S3-FIFO, SOSP 2023).
+
+    Runs without a hit are *on probation*, those with one are *proven*. Within a priority the probation loses blocks
+    while it has more than a tenth of all free ones, so that prompts that come once do not push out those that come
+    again. What was dropped from probation is remembered by its first block; if it is published again, it is proven.
+    """
+
+    __slots__ = ("_ghosts", "_max_ghosts", "_probation", "_proven")
+
+    def __init__(self, stamps: Stamps, *, leaf_first: bool, num_blocks: int) -> None:
+        self._probation = LruQueue(stamps, leaf_first=leaf_first)
+        self._proven = LruQueue(stamps, leaf_first=leaf_first)
+        self._ghosts: dict[int, None] = {}
+        self._max_ghosts = num_blocks
+
+    @property
+    def num_free(self) -> int:
+        return self._probation.num_free + self._proven.num_free
+
+    def release(self, run: Run, *, front: bool = False) -> None:
+        self._of(run).release(run, front=front)
+
+    def claim(self, run: Run) -> None:
+        self._of(run).claim(run)
+
+    def shortened(self, run: Run, count: int) -> None:
+        self._of(run).shortened(run, count)
+
+    def enter(self, run: Run) -> None:
+        self._of(run).enter(run)
+
+    def restore(self, run: Run, stamp: int) -> None:
+        self._of(run).restore(run, stamp)
+
+    def peek(self) -> Run | None:
+        new, old = self._probation.peek(), self._proven.peek()
+        if new is None or old is None:
+            return old or new
+        if new.rank != old.rank:
+            return min(new, old, key=lambda run: run.rank)
+        crowded = self._probation.num_free * _PROBATION_SHARE > self.num_free
+        return new if crowded or new.parent is None else old
+
+    def dropped(self, run: Run, count: int) -> None:
+        if not run.hot:
+            self._ghosts[_ghost(run, run.count - count)] = None
+            if len(self._ghosts) > self._max_ghosts:
+                del self._ghosts[next(iter(self._ghosts))]
+
+    def published(self, run: Run) -> None:
+        ghost = _ghost(run, 0)
+        run.hot = ghost in self._ghosts
+        self._ghosts.pop(ghost, None)
+
+    def __iter__(self) -> Iterator[Run]:
+        yield from self._probation
+        yield from self._proven
+
+    def _of(self, run: Run) -> LruQueue:
+        return self._proven if run.hot else self._probation
+
+
+def _ghost(run: Run, inside: int) -> int:
+    """A number for a block and where in its chain it is; a collision costs a wrong guess, nothing else."""
+    return hash((run.start + inside, run.block(inside)))
 
 
 class Expiries:
@@ -160,8 +265,8 @@ class Expiries:
         return found
 
 
-def victim_queue(order: Order, stamps: Stamps, *, leaf_first: bool) -> VictimQueue:
+def victim_queue(order: Order, stamps: Stamps, *, leaf_first: bool, num_blocks: int) -> VictimQueue:
     """The queue that keeps `order`."""
-    if order is Order.LRU:
-        return LruQueue(stamps, leaf_first=leaf_first)
-    raise NotImplementedError(order)
+    if order is Order.S3_FIFO:
+        return S3FifoQueue(stamps, leaf_first=leaf_first, num_blocks=num_blocks)
+    return LruQueue(stamps, leaf_first=leaf_first)

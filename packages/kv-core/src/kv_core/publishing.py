@@ -172,6 +172,7 @@ class _Chain:
     def _enter(self, run: Run, wish: Retention) -> None:
         """Private blocks of the table have become those of a run."""
         run.priority, run.duration_ms = _or_default(wish, run)
+        self.window.queues[0].published(run)
         self._hold(run)
         self.num_stored += run.count
         self._news += pin_runs(self.window, run) if self.window.pins else [run]

@@ -55,6 +55,7 @@ def give_up(window: Window, run: Run, count: int) -> "array[int]":
     ids.reverse()
     if run.parent is not None:
         window.counters.dropped += count
+        window.queues[run.tier].dropped(run, count)
         if window.events is not None and run.keys is not None:
             window.events.removed(window.size, run.keys[: -count - 1 : -1])
     if run.count > count and (run.children or run.anchors):
@@ -68,12 +69,8 @@ def give_up(window: Window, run: Run, count: int) -> "array[int]":
 
 
 def _shorten(window: Window, run: Run, count: int) -> None:
-    queue = window.queues[run.tier]
     run.shorten(count)
-    assert run.stamp is not None, "law: only free blocks are given up"
-    run.stamp += count
-    queue.num_free -= count
-    queue.enter(run)
+    window.queues[run.tier].shortened(run, count)
     window.expiries.enter(run)
 
 
@@ -188,7 +185,7 @@ def onboard(window: Window, run: Run) -> bool:
 def _make_room(window: Window, tier: int, count: int, count_later: int) -> _Room:
     """Free `count` blocks of a tier; `count_later` more will be wanted by the same request."""
     chosen = _decide(window, tier, _choose(window, tier, count), count_later)
-    rooms = [_Room(array("i"), []) if piece.moves else _drop(window, piece.run) for piece in chosen]
+    rooms = [_Room(array("i"), []) if piece.moves else _drop(window, piece.run, tier) for piece in chosen]
     num_moved = sum(piece.run.count for piece in chosen if piece.moves)
     below = _make_room(window, tier + 1, num_moved, 0) if num_moved else None
     room = _Room(array("i"), [])
@@ -250,13 +247,14 @@ def _decide(window: Window, tier: int, chosen: list[_Piece], count_later: int) -
     return decided
 
 
-def _drop(window: Window, run: Run) -> _Room:
+def _drop(window: Window, run: Run, tier: int) -> _Room:
     """The blocks of a chosen run lose their content, and in a window that does not slide all that depends on them."""
     lost: list[Note] = []
     if run.children and not window.is_sliding:
         lost = _drop_descendants(window, run)
     if run.parent is not None:
         window.counters.dropped += run.count
+        window.queues[tier].dropped(run, run.count)
     notes: list[list[Note]] = [[(key, None)] for key in reversed(run.keys or ())] or [[] for _ in run.ids]
     notes[0] = lost + notes[0]
     room = _Room(run.ids[::-1], notes)

@@ -78,7 +78,10 @@ class Window:
         self.pool = BlockPool(window.window, window.num_blocks)
         self.tree = Tree(config.tokens_per_block)
         stamps = Stamps()
-        self.queues = [victim_queue(config.order, stamps, leaf_first=not self.is_sliding) for _ in Tier]
+        self.queues = [
+            victim_queue(config.order, stamps, leaf_first=not self.is_sliding, num_blocks=num_blocks)
+            for num_blocks in window.num_blocks
+        ]
         self.expiries = Expiries(clock_ms)
         self.counters = Counters()
         self.now = 0
@@ -124,6 +127,7 @@ class Window:
             run.expires_at = None
         run.holders += 1
         run.used = self.now
+        run.hot = True
 
     def let_go(self, tail: Run, start: int) -> None:
         """One holder less for the path that ends with `tail`, the last block first."""
