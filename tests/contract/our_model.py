@@ -23,7 +23,7 @@ class OurWindow(SeedWindow):
     """One window: the seed's lists, our choices."""
 
     causes: set[str]
-    now = 0
+    depended_on: set[int]
 
     def victim(self, level: int) -> Block:
         """The lowest priority, then the first, among blocks on whose place nothing of the level depends (D37)."""
@@ -221,7 +221,9 @@ class OurWindow(SeedWindow):
             return 0, None
         best: tuple[tuple[int, int, int, int], Block | None] = ((0, 0, 0, 0), None)
         for block in parent.children.values():
-            if block.block_id != HOLE and (config["copy_on_partial_reuse"] or (not block.refs and not block.children)):
+            if block.block_id != HOLE and (
+                config["copy_on_partial_reuse"] or (not block.refs and id(block) not in self.depended_on)
+            ):
                 assert block.key is not None
                 count = common(block.key, key)
                 rank = (count, -block.level, block.used, -block.block_id)
@@ -294,6 +296,9 @@ class OurManager(SeedManager):
             count, source = (0, None)
             if rest:
                 parent = nodes[-1] if nodes else window.root
+                window.depended_on = {
+                    id(block) for block in parent.children.values() if self._is_depended_on(window, block)
+                }
                 count, source = window.source(parent, one.key(rest, at), one.beam_width)
             found.append((nodes, count, source))
         agreed = limit
@@ -303,6 +308,21 @@ class OurManager(SeedManager):
                 break
             agreed = shorter
         return [self._plan(window, one, match, agreed, length) for window, match in zip(self.ours, found, strict=True)]
+
+    def _is_depended_on(self, window: OurWindow, block: Block) -> bool:
+        """Whether blocks follow it in the tree, or a request goes on behind it that has let go of it."""
+        if block.children or not window.is_sliding:
+            return bool(block.children)
+        number = self.ours.index(window)
+        for name, tables in self.tables.items():
+            published, keys = self.published[name][number], self.requests[name].keys
+            front = self._front(tables[number])
+            if published and front >= published:
+                usable = len(self.requests[name].tokens) // self.size * self.size
+                nodes = window.walk(keys(usable, self.size, False)[:published], published * self.size)
+                if nodes and nodes[-1] is block:
+                    return True
+        return False
 
     def _longest(self, window: OurWindow, match: tuple[list[Block], int, Block | None], limit: int) -> int:
         nodes, count, _ = match
@@ -342,7 +362,7 @@ class OurManager(SeedManager):
         onboarded = len(lower)
         takes_over = False
         if source is not None:
-            leaf = not source.refs and not source.children and one.beam_width == 1
+            leaf = not source.refs and one.beam_width == 1 and not self._is_depended_on(window, source)
             primary_free = not source.refs and source.level == 0
             must = not source.full or not self.config["copy_on_partial_reuse"]
             takes_over = leaf and (must or len(empty) + onboarded > available - primary_free)

@@ -30,7 +30,8 @@ class PolicyDriver:
         self._threshold = 30 if threshold is None else threshold
         self._now_ms = 0
         stamps = Stamps()
-        self._queues = [victim_queue(Order.LRU, stamps, leaf_first=False) for _ in range(2)]
+        counts = (config["num_primary_blocks"], config["num_secondary_blocks"])
+        self._queues = [victim_queue(Order.LRU, stamps, leaf_first=False, num_blocks=count) for count in counts]
         self._expiries = Expiries(lambda: self._now_ms)
         levels = [0] * config["num_primary_blocks"] + [1] * config["num_secondary_blocks"]
         self._runs = [self._free_run(block_id, level) for block_id, level in enumerate(levels)]
