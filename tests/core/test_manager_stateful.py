@@ -56,6 +56,10 @@ class Duels(RuleBasedStateMachine):
             prompt, beams=beams, scope=scope, retention=retention, extra_ids=extra_ids, dummy=dummy, known=known
         )
 
+    @rule(prompts=st.lists(PROMPTS, min_size=1, max_size=4))
+    def add_all(self, prompts):
+        self.duel.add_all(prompts)
+
     @rule(number=NUMBERS, tokens=st.lists(TOKENS, min_size=1, max_size=6))
     def decode(self, number, tokens):
         self.duel.decode(number, tokens)
@@ -99,6 +103,14 @@ class Duels(RuleBasedStateMachine):
     @rule(milliseconds=st.sampled_from((1, 5, 20)))
     def wait(self, milliseconds):
         self.duel.wait(milliseconds)
+
+    @rule(block_id=st.integers(0, 23), priority=st.sampled_from((5, 35, 80)))
+    def set_priority(self, block_id, priority):
+        self.duel.set_priority(block_id, priority)
+
+    @rule(block_id=st.integers(0, 23), up=st.booleans())
+    def move(self, block_id, up):
+        self.duel.move(block_id, up=up)
 
     @rule(numbers=st.lists(NUMBERS, max_size=4))
     def dry_run(self, numbers):

@@ -38,6 +38,11 @@ class RefusedError(RuntimeError):
         self.status = status
         self.message = message
 
+    @property
+    def kind(self) -> str:
+        """The type that an OpenAI-compatible server gives the error."""
+        return str(json.loads(self.message)["error"]["type"])
+
 
 @dataclass(frozen=True, slots=True)
 class Question:

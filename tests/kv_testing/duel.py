@@ -118,6 +118,19 @@ class Duel:
             used = {size: before - self.real.num_free(size) for size, before in free.items()}
             assert used == probe.num_used
 
+    def add_all(self, prompts):
+        requests = []
+        for tokens in prompts:
+            self.names += 1
+            requests.append(Request(f"r{self.names}", tokens[: self.world.max_length]))
+        try:
+            admissions = self.real.add_all(requests)
+        except CapacityError:
+            return
+        expected = self.naive.add_all(requests)
+        assert [None if one is None else one.num_cached for one in admissions] == expected
+        self.beams |= {request.request_id: 1 for request, one in zip(requests, admissions, strict=True) if one}
+
     def grow(self, number, num_tokens):
         name = self.pick(number)
         if name is None or self.world.cross:
@@ -351,6 +364,7 @@ class Player:
     def step(self):
         moves = (
             (30, lambda: self.duel.add(self.prompt(), **self.manners())),
+            (4, lambda: self.duel.add_all([self.prompt() for _ in range(self.random.randrange(1, 5))])),
             (25, lambda: self.duel.decode(self.number(), self.tokens(self.random.choice((1, 1, 1, 2, 3, 5))))),
             (8, lambda: self.duel.publish(self.number(), self.filled(), partial=self.random.random() < 0.4)),
             (9, lambda: self.duel.rewind(self.number(), self.random.choice((1, 1, 2, 3, 5, 9)))),

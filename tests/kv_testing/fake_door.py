@@ -51,10 +51,11 @@ class FakeRequest:
     params: Mapping[str, object] | None = None
     family: str = "family"
     is_rejected: bool = False
+    needs_every_token: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.tokens)
 
-    def prompt_key(self) -> BlockKey | None:
+    def prompt_key(self) -> BlockKey | str:
         return prompt_key(self.tokens, Scope())

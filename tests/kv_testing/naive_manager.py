@@ -55,6 +55,35 @@ class NaiveManager:
     # Admitting.
 
     def add(self, request, beam_width=1):
+        sequence = self.begin(request, beam_width)
+        return self.admit(sequence, *self.decide(sequence))
+
+    def add_all(self, requests):
+        """What all of them find is out of the victims' way until their turn."""
+        waiting = []
+        for request in requests:
+            sequence = self.begin(request, 1)
+            _, plans = self.decide(sequence)
+            found, tails = [], []
+            for window, plan in zip(self.windows, plans, strict=True):
+                found += [node.block for node in plan["path"][plan["start"] + 1 :]]
+                found += [plan["wanted"].block] if plan["wanted"] is not None else []
+                window.pins.append(plan["path"][-1])
+                tails.append(plan["path"][-1])
+            for block in found:
+                block.hidden += 1
+            waiting.append((sequence, found, tails))
+        answers = []
+        for sequence, found, tails in waiting:
+            for block in found:
+                block.hidden -= 1
+            for window, tail in zip(self.windows, tails, strict=True):
+                window.pins.remove(tail)
+                window.prune(tail)
+            answers.append(self.admit(sequence, *self.decide(sequence)))
+        return answers
+
+    def begin(self, request, beam_width):
         tokens = None
         if request.tokens is not None and self.config.reuse:
             extra = request.extra_ids or [0] * len(request.tokens)
@@ -63,9 +92,12 @@ class NaiveManager:
         for window in self.windows:
             root = Node(None, (), (), -1) if tokens is None else window.root(request)
             tables.append(NaiveTable(root, root))
-        sequence = NaiveSequence(request, beam_width, tokens, request.length, tables)
-        limit = 0 if tokens is None else request.length - 1
-        pairs = list(zip(self.windows, tables, strict=True))
+        return NaiveSequence(request, beam_width, tokens, request.length, tables)
+
+    def decide(self, sequence):
+        """The longest length that all windows can serve, and what each would do."""
+        limit = 0 if sequence.tokens is None else sequence.num_tokens - 1
+        pairs = list(zip(self.windows, sequence.tables, strict=True))
         found: list[Any] = [window.match(sequence, table, limit) for window, table in pairs]
         while True:
             length = limit
@@ -80,17 +112,20 @@ class NaiveManager:
             plans = [
                 self.plan(window, sequence, match, length) for window, match in zip(self.windows, found, strict=True)
             ]
-            if all(plan["needed"] <= plan["available"] for plan in plans):
-                break
-            if length % self.config.tokens_per_block == 0:
-                return None
-            limit = length - length % self.config.tokens_per_block
+            inside = length % self.config.tokens_per_block
+            if not inside or all(plan["needed"] <= plan["available"] for plan in plans):
+                return length, plans
+            limit = length - inside
+
+    def admit(self, sequence, length, plans):
+        if any(plan["needed"] > plan["available"] for plan in plans):
+            return None
         self.now += 1
-        for window, table, plan in zip(self.windows, tables, plans, strict=True):
+        for window, table, plan in zip(self.windows, sequence.tables, plans, strict=True):
             window.now = self.now
             window.tables.append(table)
             self.carry_out(window, sequence, table, plan)
-        self.sequences[request.request_id] = sequence
+        self.sequences[sequence.request.request_id] = sequence
         return length
 
     def plan(self, window, sequence, match, length):
@@ -109,12 +144,13 @@ class NaiveManager:
         empty = sum(1 if at < shared else sequence.beam_width for at in range(whole, num_blocks))
         claimed = [node.block for node in path[start + 1 : whole + 1]]
         lower = sum(block.tier > 0 for block in claimed)
-        available = window.num_free() - sum(block.tier == 0 and not block.held for block in claimed)
+        available = window.num_free() - sum(block.tier == 0 and not (block.held or block.hidden) for block in claimed)
         takes_over = False
         if wanted is not None:
             block = wanted.block
-            on_device = block.tier == 0 and not block.held
-            if not block.held and window.is_leaf(wanted) and sequence.beam_width == 1:
+            needed = block.held or block.hidden
+            on_device = block.tier == 0 and not needed
+            if not needed and window.is_leaf(wanted) and sequence.beam_width == 1:
                 is_partial = len(wanted.tokens) < T
                 takes_over = is_partial or not self.config.copy_on_partial or empty + lower > available - on_device
             available -= on_device
@@ -153,14 +189,14 @@ class NaiveManager:
             if wish.priority is None:
                 own.priority, own.duration_ms = priority, duration
             lower += [own] if own.tier > 0 else []
-        elif wanted is not None and not wanted.block.held:
-            wanted.block.hidden = True
+        elif wanted is not None:
+            wanted.block.hidden += 1
         if lower:
             window.onboard(lower, plan["empty"])
         taken = window.take(plan["empty"])
         if wanted is not None and not plan["takes_over"]:
             source = wanted.block
-            source.hidden = False
+            source.hidden -= 1
             copies = 1 if whole < plan["shared"] else sequence.beam_width
             for block in taken[:copies]:
                 self.copies.append(((source.tier, source.slot), (block.tier, block.slot), plan["inside"]))

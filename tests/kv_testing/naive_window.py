@@ -28,7 +28,7 @@ class Block:
     expires_at: int | None = None
     stamp: int | None = None
     rank: int = DEFAULT_PRIORITY
-    hidden: bool = False
+    hidden: int = 0
     node: "Node | None" = None
     owners: int = 0
     pins: int = 0
@@ -291,7 +291,7 @@ class NaiveWindow:
         return not node.children and not self.anchors(node)
 
     def may_serve(self, node):
-        return self.config.copy_on_partial or (self.is_leaf(node) and not node.block.held)
+        return self.config.copy_on_partial or (self.is_leaf(node) and not (node.block.held or node.block.hidden))
 
     def longest(self, path, source, limit):
         whole = (len(path) - 1) * self.T

@@ -5,6 +5,7 @@ Out: a context for each fault, over when it is left; the gauges that must come b
 """
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ GAUGES = (
 )
 KEY, VALUE = 0, 1
 BYTES_RECEIVED = "kvferry:bytes_received_total"
+BYTES_SENT = "kvferry:bytes_sent_total"
 USAGE = "vllm:kv_cache_usage_perc"
 
 
@@ -56,6 +58,17 @@ def open_things(engine: Engine) -> dict[str, float]:
 def bytes_received(engine: Engine) -> float:
     """KV bytes the engine has received from peers since it started."""
     return engine.metrics().get(BYTES_RECEIVED, 0.0)
+
+
+def bytes_sent(engine: Engine) -> float:
+    """KV bytes the engine has written to peers since it started."""
+    return engine.metrics().get(BYTES_SENT, 0.0)
+
+
+def reason_in_log(engine: Engine, reason: str) -> bool:
+    """Whether the engine has told its operator why it could not load a request."""
+    log = engine.program.log.read_text(errors="replace")
+    return any("was not loaded" in line and re.search(reason, line) for line in log.splitlines())
 
 
 def usage(engine: Engine) -> float:

@@ -7,6 +7,7 @@ Law: what the request matches is held before blocks are taken, and the source of
 """
 
 from array import array
+from typing import NamedTuple
 
 from kv_core.planning import Plan, num_shared_blocks
 from kv_core.retention import DEFAULT_PRIORITY, Retention
@@ -50,9 +51,10 @@ def _take(window: Window, sequence: Sequence, table: Table, tail: Run, decided: 
         taken = own.ids + taken
     else:
         source_id = None if source is None else source.block_id
-        hidden = _hide(window, source)
+        aside = None if source is None else _set_aside(window, source)
         taken = take_and_onboard(window, lower, decided.num_taken)
-        _show(window, hidden)
+        if aside is not None:
+            window.unreserve(aside)
         if source is not None and source_id is not None:
             is_shared = decided.num_whole < num_shared_blocks(window, sequence)
             copies = taken[: 1 if is_shared else sequence.beam_width]
@@ -109,26 +111,16 @@ def _take_over(window: Window, source: Source) -> Run:
     return run
 
 
-def _hide(window: Window, source: Source | None) -> tuple[Run, int] | None:
-    """Keep a free source out of the victims' way; it becomes a run of its own."""
-    if source is None or source.run.holders:
-        return None
+def _set_aside(window: Window, source: Source) -> Run:
+    """Keep a source out of the victims' way; a free one becomes a run of its own."""
     run = source.run
-    if source.inside + 1 < run.count:
-        run = window.cut(run, source.inside + 1)
-    if source.inside:
-        window.cut(run, source.inside)
-    assert run.stamp is not None, "law: what nobody holds has a place in the order"
-    hidden = run, run.stamp
-    window.queues[run.tier].claim(run)
-    return hidden
-
-
-def _show(window: Window, hidden: tuple[Run, int] | None) -> None:
-    if hidden is not None:
-        run, stamp = hidden
-        window.queues[run.tier].restore(run, stamp)
-        window.expiries.enter(run)
+    if not run.holders:
+        if source.inside + 1 < run.count:
+            run = window.cut(run, source.inside + 1)
+        if source.inside:
+            window.cut(run, source.inside)
+    window.reserve(run)
+    return run
 
 
 def copy(window: Window, source_id: int, block_ids: "array[int]", num_tokens: int) -> None:
@@ -156,3 +148,36 @@ def _path(tail: Run, start: int) -> list[Run]:
         run = run.parent
     runs.reverse()
     return runs
+
+
+# Several requests of one step.
+
+
+class Reservation(NamedTuple):
+    """What a request that waits for its turn has found in one window, out of the victims' way (core spec D36)."""
+
+    tail: Run
+    start: int
+    source: Run | None
+
+
+def reserve(window: Window, decided: Plan) -> Reservation:
+    """Set aside what was found, until `cancel`."""
+    run, source = decided.run, decided.source
+    tail = window.cut(run, decided.inside) if decided.inside < run.count else run
+    if source is not None and source.run is run and tail is not run:
+        source = source._replace(inside=source.inside - decided.inside)
+    window.border(tail, decided.start)
+    for part in _path(tail, decided.start):
+        window.reserve(part)
+    tail.anchors += 1
+    return Reservation(tail, decided.start, None if source is None else _set_aside(window, source))
+
+
+def cancel(window: Window, reserved: Reservation) -> None:
+    """The request's turn has come: what it found is free again in its old place, unless somebody holds it."""
+    for part in _path(reserved.tail, reserved.start):
+        window.unreserve(part)
+    if reserved.source is not None:
+        window.unreserve(reserved.source)
+    window.lift_anchor(reserved.tail)

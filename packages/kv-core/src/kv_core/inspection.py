@@ -174,6 +174,8 @@ def _check_links(window: Window, runs: list[Run]) -> None:
         assert parent.order is None or parent.order == sorted(parent.children), "law: siblings are in order"
     for run in runs:
         assert run.count >= 1, "law: a run has blocks"
+        assert not run.wants, "law: reservations end with the call that made them"
+        assert run.reserved is None, "law: reservations end with the call that made them"
         assert len(run.ids) in (0, run.count), "law: a run has all of its blocks or none"
         assert not (run.is_partial and (run.children or run.count > 1)), "law: inner blocks are full"
         assert not run.items or run.count == 1, "law: items start in a run of one block"

@@ -67,6 +67,18 @@ class KVCacheManager:
         self._registry.check_capacity(request, beam_width)
         return self._registry.admit(self._registry.begin(request, beam_width))
 
+    def add_all(self, requests: abc.Sequence[Request]) -> list[Admission | None]:
+        """Admit several requests of one step, in order; what any of them finds is kept from the others' victims (D36).
+
+        Each is admitted or not as by `add`. Raises what `add` raises for any of them, before the first is admitted.
+        """
+        names = {request.request_id for request in requests}
+        if len(names) < len(requests):
+            raise CallerError(f"a request is there twice: {[request.request_id for request in requests]}")
+        for request in requests:
+            self._registry.check_capacity(request, 1)
+        return self._registry.admit_all(list(requests))
+
     def probe(self, request: Request, *, beam_width: int = 1) -> Probe:
         """What `add` would find and cost now; raises what `add` raises."""
         return self._registry.probe(request, beam_width)

@@ -123,7 +123,7 @@ def plan(window: Window, sequence: Sequence, found: Match, length: int) -> Plan:
     available = window.num_free - num_claimed
     takes_over = False
     if source is not None:
-        is_free = not source.run.holders
+        is_free = not source.run.is_needed
         takes_over = _prefers_to_take_over(window, sequence, source, num_empty + num_onboarded, available)
         available -= is_free and source.run.tier == Tier.DEVICE
         if takes_over:
@@ -172,7 +172,7 @@ def _claimed(run: Run, inside: int, start: int) -> tuple[int, int]:
         count = stop - max(run.start, start)
         if run.tier != Tier.DEVICE:
             num_lower += count
-        elif not run.holders:
+        elif not run.is_needed:
             num_free += count
         assert run.parent is not None, "law: the path begins at a root"
         run = run.parent
@@ -205,7 +205,7 @@ def _path_source(window: Window, found: Match, length: int) -> Source | None:
 
 def _prefers_to_take_over(window: Window, sequence: Sequence, source: Source, needed: int, available: int) -> bool:
     """Whether the block itself becomes the request's: if it is not full, or if it cannot be copied (core spec D35)."""
-    if source.run.holders or not source.is_leaf or sequence.beam_width > 1:
+    if source.run.is_needed or not source.is_leaf or sequence.beam_width > 1:
         return False
     if source.run.is_partial or not window.config.copy_on_partial:
         return True

@@ -9,7 +9,7 @@ Law: all windows are asked before one is changed; they agree on one prepopulated
 from collections.abc import Callable, Iterator
 
 from kv_core import growing
-from kv_core.admitting import carry_out
+from kv_core.admitting import Reservation, cancel, carry_out, reserve
 from kv_core.config import CacheType, ManagerConfig
 from kv_core.errors import CallerError, CapacityError
 from kv_core.event_log import EventLog
@@ -109,6 +109,30 @@ class Registry:
         num_cached = plans[0].num_cached
         num_external = 0 if self._external is None else self._num_from_outside(self._external, sequence, num_cached)
         return self._commit(sequence, plans, num_cached, num_external)
+
+    def admit_all(self, requests: list[Request]) -> list[Admission | None]:
+        """Admit in turn, while what the later ones found is out of the victims' way (core spec D36)."""
+        waiting: list[tuple[Sequence, list[Reservation]]] = []
+        admissions: list[Admission | None] = []
+        try:
+            for request in requests:
+                sequence = self.begin(request)
+                plans = decide(self.windows, sequence, _usable(sequence))
+                found = [reserve(window, plan) for window, plan in zip(self.windows, plans, strict=True)]
+                waiting.insert(0, (sequence, found))
+            while waiting:
+                sequence, found = waiting.pop()
+                self._cancel(found)
+                admissions.append(self.admit(sequence))
+        finally:  # an error of the external cache, or in what a request says
+            for sequence, found in waiting:
+                self._cancel(found)
+                self.forget(sequence)
+        return admissions
+
+    def _cancel(self, found: list[Reservation]) -> None:
+        for window, reserved in zip(self.windows, found, strict=True):
+            cancel(window, reserved)
 
     def _num_from_outside(self, external: ExternalCache, sequence: Sequence, num_cached: int) -> int:
         if sequence.log is None or sequence.request.is_dummy:

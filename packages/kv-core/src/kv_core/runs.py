@@ -21,7 +21,11 @@ NO_IDS: Final = array("i")
 
 
 class Run:
-    """See the module. `stamp` None: not among the free. `kin` counts children on the same tier."""
+    """See the module. `stamp` None: not among the free. `kin` counts children on the same tier.
+
+    A free run that requests about to be admitted want (`wants` of them) is out of the victims' way; `reserved` is then
+    its stamp.
+    """
 
     __slots__ = (
         "anchors",
@@ -42,11 +46,13 @@ class Run:
         "parked",
         "priority",
         "rank",
+        "reserved",
         "stamp",
         "start",
         "tier",
         "tokens",
         "used",
+        "wants",
     )
 
     def __init__(
@@ -72,6 +78,8 @@ class Run:
         self.rank = DEFAULT_PRIORITY
         self.stamp: int | None = None
         self.parked = False
+        self.wants = 0
+        self.reserved: int | None = None
         self.tier = 0
         self.used = 0
         self.hot = False
@@ -80,6 +88,11 @@ class Run:
     def stop(self) -> int:
         """The ordinal behind the last block."""
         return self.start + self.count
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether somebody holds the run or is about to."""
+        return self.holders > 0 or self.wants > 0
 
     @property
     def is_hole(self) -> bool:
@@ -170,5 +183,8 @@ class Run:
         self.parent = upper
         if self.stamp is not None:
             upper.stamp = self.stamp + self.count
+        if self.wants:
+            upper.wants = self.wants
+            upper.reserved = None if self.reserved is None else self.reserved + self.count
         upper.adopt(self, self.key())
         return upper

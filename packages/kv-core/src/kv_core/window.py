@@ -122,7 +122,9 @@ class Window:
             run = run.parent
 
     def _hold_one(self, run: Run) -> None:
-        if not run.holders:
+        if run.reserved is not None:
+            run.reserved = run.expires_at = None
+        elif not run.holders:
             self.queues[run.tier].claim(run)
             run.expires_at = None
         run.holders += 1
@@ -144,6 +146,26 @@ class Window:
         if not run.holders:
             self.queues[run.tier].release(run)
             self.expiries.released(run)
+            if run.wants:
+                self._set_aside(run)
+
+    def reserve(self, run: Run) -> None:
+        """The run is wanted: it cannot be chosen as victim until it is held or nobody wants it any more."""
+        run.wants += 1
+        if run.stamp is not None:
+            self._set_aside(run)
+
+    def _set_aside(self, run: Run) -> None:
+        run.reserved = run.stamp
+        self.queues[run.tier].claim(run)
+
+    def unreserve(self, run: Run) -> None:
+        """One request less that wants the run; if nobody holds it either, it is free in its old place."""
+        run.wants -= 1
+        if not run.wants and run.reserved is not None:
+            self.queues[run.tier].restore(run, run.reserved)
+            run.reserved = None
+            self.expiries.enter(run)
 
     def keep(self, run: Run, wish: Retention) -> None:
         """Apply what a holder wishes: other holders' stronger wishes prevail (core spec D38)."""
@@ -160,7 +182,7 @@ class Window:
 
     def may_serve_in_part(self, source: Source) -> bool:
         """Whether the block may be copied, or may leave the tree for whoever wants it (core spec 4.2, D40)."""
-        return self.config.copy_on_partial or (source.is_leaf and not source.run.holders)
+        return self.config.copy_on_partial or (source.is_leaf and not source.run.is_needed)
 
     def cut(self, run: Run, count: int) -> Run:
         """Cut a run behind its first `count` blocks; the upper part is returned."""
