@@ -32,8 +32,8 @@ def test_fail_tells_the_client(fleet, run, fresh_prompt):
     params = run(lambda client: prefill_only(client, fleet.engine("X1").url, question))
     with pytest.raises(RefusedError) as refused:
         run(lambda client: ask_with(client, fleet.engine("D2").url, question, params))
-    assert refused.value.status == 500
-    assert "KV" in refused.value.message, refused.value.message
+    # vLLM's own words to the client; why, it leaves to the log.
+    assert (refused.value.status, refused.value.kind) == (500, "InternalServerError")
     _check_reason(fleet, "D2")
 
 
