@@ -40,7 +40,7 @@ demo: setup ## Hand a prompt over between two real vLLM servers and show what it
 	$(PY) tools/demo/demo.py
 
 bench: setup ## Run every benchmark: each prints a table and appends a row to its CSV file
-	@for script in tools/bench/bench_*.py; do echo "== $$script"; $(PY) $$script || exit 1; done
+	@for script in tools/bench/*.py; do echo "== $$script"; $(PY) $$script || exit 1; done
 
 format: setup ## Format and fix what can be fixed without thought
 	$(RUN) ruff format .

@@ -1,9 +1,16 @@
 """The scheduler side against a fake door: tokens announced, orders given, offers opened, released and settled."""
 
+from hashlib import sha256
+from typing import Any
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kv_core.ids import Incarnation, InstanceId, RequestId, TransferId
 from kv_core.spans import Span
+from kv_engine_adapter.handover import HandoverError, RemoteOffer, remote_offer
+from kv_engine_adapter.known_peers import KnownPeers
 from kv_engine_adapter.scheduler import FerryScheduler, Identity
 from kv_testing.fake_door import FakeDoor, FakeRequest
 from kv_transfer.orders import Settled
@@ -16,6 +23,12 @@ OFFER = {
     "remote_incarnation": "run-1",
     "unknown_key_of_a_router": [1, {"x": None}],
 }
+PEERS = KnownPeers.of(["10.0.0.0/24", "decode.example"])
+COMMON: dict[str, Any] = {"tokens_per_block": 32, "peers": PEERS}
+
+
+def consumer(name):
+    return sha256(f"run-9/{name}".encode()).hexdigest()
 
 
 @pytest.fixture
@@ -31,7 +44,9 @@ def clock():
 @pytest.fixture
 def scheduler(door, clock):
     identity = Identity(InstanceId("engine"), Incarnation("run-9"), tensor_ranks=2, pipeline_stages=1)
-    return FerryScheduler(identity, door, lease_s=30, patience_s=60, shares_prefixes=True, clock=lambda: clock[0])
+    return FerryScheduler(
+        identity, door, lease_s=30, patience_s=60, shares_prefixes=True, **COMMON, clock=lambda: clock[0]
+    )
 
 
 def decode(name="d1", num_tokens=70, params=OFFER, **more):
@@ -71,7 +86,7 @@ def test_a_load_is_ordered_once_and_released_once_all_ranks_are_done(scheduler, 
     assert scheduler.gauges() == {"offers": 0, "loads": 1}
     scheduler.loads_over([request.request_id])
     scheduler.loads_over([request.request_id])
-    assert door.releases == [("10.0.0.2", 7000, "ab" * 16, request.prompt_key(), "run-9/d1")]
+    assert door.releases == [("10.0.0.2", 7000, "ab" * 16, request.prompt_key(), consumer("d1"))]
     assert scheduler.num_external_tokens(request, 0) == 0, "after a failure the engine asks again; it must compute"
     assert scheduler.finished(request, [4, 9, 5], complete=True) == (False, None)
     assert len(door.releases) == 1
@@ -112,7 +127,7 @@ def test_a_request_that_ends_while_loading_is_aborted_and_released_when_the_work
 def test_a_rejected_request_releases_the_offer_whatever_its_prompt(scheduler, door):
     rejected = FakeRequest(RequestId("x"), [0], OFFER, is_rejected=True)
     assert scheduler.finished(rejected, [], complete=False) == (False, None)
-    assert door.releases == [("10.0.0.2", 7000, "ab" * 16, None, "run-9/x")]
+    assert door.releases == [("10.0.0.2", 7000, "ab" * 16, None, consumer("x"))]
 
 
 def test_equal_prompts_wait_for_one_load(scheduler, door):
@@ -121,12 +136,14 @@ def test_equal_prompts_wait_for_one_load(scheduler, door):
     assert scheduler.num_external_tokens(second, 0) is None
     assert scheduler.num_external_tokens(other, 0) == 49
     scheduler.loads_over(["a"])
-    assert scheduler.num_external_tokens(second, 64) == 5, "its full blocks are a local hit now"
+    assert scheduler.num_external_tokens(second, 64) == 0, "its full blocks are a local hit now, the rest is computed"
+    scheduler.allocated(second, [1, 2, 9], 0)
+    assert [release[4] for release in door.releases] == [consumer("a"), consumer("b")]
 
 
 def test_equal_prompts_do_not_wait_without_a_prefix_cache(door):
     identity = Identity(InstanceId("engine"), Incarnation("run-9"), 1, 1)
-    scheduler = FerryScheduler(identity, door, lease_s=30, patience_s=60, shares_prefixes=False)
+    scheduler = FerryScheduler(identity, door, lease_s=30, patience_s=60, shares_prefixes=False, **COMMON)
     first, second = decode("a"), decode("b")
     scheduler.allocated(first, [1, 2, 3], scheduler.num_external_tokens(first, 0) or 0)
     assert scheduler.num_external_tokens(second, 0) == 69
@@ -138,11 +155,13 @@ def test_those_who_waited_for_a_failed_load_compute(scheduler, door):
     assert scheduler.num_external_tokens(second, 0) is None
     scheduler.loads_over(["a"], failed={"a"})
     assert scheduler.num_external_tokens(second, 0) == 0
-    assert sorted(release[4] for release in door.releases) == ["run-9/a", "run-9/b"]
+    assert sorted(release[4] for release in door.releases) == sorted([consumer("a"), consumer("b")])
 
 
 @pytest.mark.parametrize(("change", "named"), [
     ({"transfer_id": None}, "transfer_id"), ({"transfer_id": "1"}, "transfer_id"), ({"transfer_id": 7}, "transfer_id"),
+    ({"remote_host": "10.9.9.9"}, "remote_host"), ({"remote_host": "evil.example"}, "remote_host"),
+    ({"remote_port": "1" * 5000}, "remote_port"), ({"remote_port": "\u0661"}, "remote_port"),
     ({"remote_host": None}, "remote_host"), ({"remote_host": "x" * 1000}, "remote_host"),
     ({"remote_port": 0}, "remote_port"), ({"remote_port": True}, "remote_port"),
     ({"remote_port": 70000}, "remote_port"), ({"remote_incarnation": 3}, "remote_incarnation"),
@@ -230,7 +249,9 @@ def test_an_idle_engine_steps_until_its_workers_have_nothing_open_but_not_for_ev
 def test_a_worker_in_the_same_process_learns_of_an_offer_at_once(door):
     ran = []
     identity = Identity(InstanceId("engine"), Incarnation("run-9"), 1, 1)
-    scheduler = FerryScheduler(identity, door, lease_s=30, patience_s=60, shares_prefixes=True, run_now=ran.append)
+    scheduler = FerryScheduler(
+        identity, door, lease_s=30, patience_s=60, shares_prefixes=True, **COMMON, run_now=ran.append
+    )
     scheduler.finished(prefill(), [3, 4, 5], complete=True)
     assert [offer.request_id for orders in ran for offer in orders.offers] == ["p1"]
     assert scheduler.take_orders().offers == (), "each order is given once"
@@ -250,3 +271,49 @@ def test_what_a_prefill_answers_is_what_a_decode_understands(scheduler, door):
     (load,) = scheduler.take_orders().loads
     assert (load.transfer_id, load.host, load.port) == (params["transfer_id"], "10.0.0.1", 5600)
     assert (load.incarnation, load.prompt_key) == ("run-9", door.offers[0][2])
+
+
+def test_failed_blocks_stand_for_failed_requests_where_the_engine_names_no_others(scheduler, door):
+    first, second = decode("a"), decode("b")
+    scheduler.allocated(first, [1, 2, 3], scheduler.num_external_tokens(first, 0))
+    assert scheduler.num_external_tokens(second, 0) is None
+    scheduler.loads_over(["a"], failed_blocks={3, 77})
+    assert scheduler.num_external_tokens(second, 0) == 0
+
+
+def test_a_request_that_needs_every_token_computed_loads_none_and_releases(scheduler, door):
+    request = decode(needs_every_token=True)
+    assert scheduler.num_external_tokens(request, 0) == 0
+    scheduler.allocated(request, [1, 2, 3], 0)
+    assert len(door.releases) == 1
+
+
+def test_the_engine_may_take_fewer_tokens_than_announced(scheduler):
+    request = decode()
+    scheduler.num_external_tokens(request, 32)
+    scheduler.allocated(request, [1, 2], 32)
+    (load,) = scheduler.take_orders().loads
+    assert load.tokens == Span(32, 64)
+
+
+def test_an_id_on_offer_is_not_offered_twice(scheduler, door):
+    assert scheduler.finished(prefill(), [1], complete=True)[0]
+    assert scheduler.finished(prefill(), [2], complete=True) == (False, None)
+    assert len(door.offers) == 1
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=5,
+)
+
+
+@given(st.dictionaries(st.sampled_from([*OFFER, "other"]), json_values), st.booleans())
+def test_whatever_a_client_sends_is_an_offer_or_a_named_refusal(params, mixed):
+    try:
+        offer = remote_offer({**OFFER, **params} if mixed else params, PEERS)
+    except HandoverError:
+        return
+    assert isinstance(offer, RemoteOffer)
+    assert PEERS.allows(offer.host)

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from kv_core.errors import CallerError
+from kv_engine_adapter.known_peers import LOOPBACK, KnownPeers
 from kv_transfer.config import TransferConfig
 
 
@@ -22,11 +23,13 @@ class FerryConfig:
 
     transfer: TransferConfig
     """Doors, leases, deadlines, staging (see `kv_transfer.config`)."""
+    peers: KnownPeers
+    """Hosts that may be called."""
     test_hooks_dir: Path | None = None
     """Directory of fault orders for tests; never set it in production."""
 
 
-_OWN = ("test_hooks_dir",)
+_OWN = ("peers", "test_hooks_dir")
 
 
 def ferry_config(extra: Mapping[str, object]) -> FerryConfig:
@@ -39,7 +42,8 @@ def ferry_config(extra: Mapping[str, object]) -> FerryConfig:
         )
     try:
         transfer = msgspec.convert({key: extra[key] for key in extra if key in transfer_keys}, TransferConfig)
+        entries = msgspec.convert(extra.get("peers", list(LOOPBACK)), list[str])
         hooks = msgspec.convert(extra.get("test_hooks_dir"), str | None)
     except (msgspec.ValidationError, ValueError) as error:
         raise CallerError(f"kv_connector_extra_config: {error}") from error
-    return FerryConfig(transfer, None if hooks is None else Path(hooks))
+    return FerryConfig(transfer, KnownPeers.of([*entries, transfer.call_host]), None if hooks is None else Path(hooks))

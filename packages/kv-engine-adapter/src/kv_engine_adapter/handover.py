@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 from kv_core.errors import CallerError
 from kv_core.ids import Incarnation, InstanceId, RequestId, TransferId
+from kv_engine_adapter.known_peers import KnownPeers
 
 _TRANSFER_ID = re.compile(r"[0-9a-f]{32}")
-_MAX_NAME = 256
+_MAX_NAME = 200
+_MAX_PORT_DIGITS = 5
 
 
 class HandoverError(CallerError):
@@ -73,29 +75,36 @@ def wants_load(params: Mapping[str, object] | None) -> bool:
     return bool(params and params.get("do_remote_prefill"))
 
 
-def remote_offer(params: Mapping[str, object]) -> RemoteOffer:
-    """The offer the parameters name; `HandoverError` names the field that is missing or wrong."""
+def remote_offer(params: Mapping[str, object], peers: KnownPeers) -> RemoteOffer:
+    """The offer the parameters name; `HandoverError` names the field that is missing or wrong, or the strange host."""
     transfer_id = _text(params, "transfer_id")
     if not _TRANSFER_ID.fullmatch(transfer_id):
         raise HandoverError(f"kv_transfer_params.transfer_id: expected 32 lower-case hex digits, got {transfer_id!r}")
-    port = params.get("remote_port")
-    if isinstance(port, str) and port.isdecimal():
-        port = int(port)
-    if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 65536:
-        raise HandoverError(f"kv_transfer_params.remote_port: expected 1 to 65535, got {port!r}")
+    host = _text(params, "remote_host")
+    if not peers.allows(host):
+        raise HandoverError(f"kv_transfer_params.remote_host: {host!r} is none of the configured peers ({peers})")
     incarnation = params.get("remote_incarnation")
     return RemoteOffer(
         transfer_id=TransferId(transfer_id),
-        host=_text(params, "remote_host"),
-        port=port,
+        host=host,
+        port=_port(params),
         incarnation=None if incarnation is None else Incarnation(_text(params, "remote_incarnation")),
     )
+
+
+def _port(params: Mapping[str, object]) -> int:
+    port = params.get("remote_port")
+    if isinstance(port, str) and len(port) <= _MAX_PORT_DIGITS and port.isascii() and port.isdecimal():
+        port = int(port)
+    if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 65536:
+        raise HandoverError(f"kv_transfer_params.remote_port: expected 1 to 65535, got {port!r:.80}")
+    return port
 
 
 def _text(params: Mapping[str, object], field: str) -> str:
     value = params.get(field)
     if value is None:
-        raise HandoverError(f"kv_transfer_params.{field}: missing; got the fields {sorted(map(str, params))}")
+        raise HandoverError(f"kv_transfer_params.{field}: missing; got the fields {sorted(map(str, params))!s:.200}")
     if not isinstance(value, str) or not 0 < len(value) <= _MAX_NAME:
         raise HandoverError(
             f"kv_transfer_params.{field}: expected text of 1 to {_MAX_NAME} characters, got {value!r:.80}"

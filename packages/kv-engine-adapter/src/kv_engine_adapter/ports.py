@@ -60,8 +60,12 @@ class RequestView(Protocol):
     @property
     def num_prompt_tokens(self) -> int: ...
     @property
+    def needs_every_token(self) -> bool:
+        """The client wants what only computing every prompt token gives (log-probabilities of the prompt)."""
+
+    @property
     def is_rejected(self) -> bool:
         """Refused before it reached the engine: its prompt is not the client's, only its parameters are."""
 
-    def prompt_key(self) -> BlockKey | None:
-        """Digest of the prompt and its sharing scope; `None` when the prompt has no digest (embeddings)."""
+    def prompt_key(self) -> BlockKey | str:
+        """Digest of the prompt and its sharing scope, or why it has none."""

@@ -15,7 +15,9 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 
+from kv_core.errors import CallerError
 from kv_core.ids import Incarnation, InstanceId, RequestId, TransferId
 from kv_core.keys import BlockKey
 from kv_core.spans import Span
@@ -27,6 +29,7 @@ from kv_engine_adapter.handover import (
     wants_load,
     wants_offer,
 )
+from kv_engine_adapter.known_peers import KnownPeers
 from kv_engine_adapter.metrics import Gauges, Report
 from kv_engine_adapter.orders import LoadBlocks, OpenOffer, SettleOffer, StepOrders
 from kv_engine_adapter.ports import Door, RequestView
@@ -44,9 +47,12 @@ class Stage(enum.Enum):
 
 @dataclass(slots=True)
 class _Load:
-    offer: RemoteOffer
+    offer: RemoteOffer | None  # None: the hand-over was refused, there is nobody to tell
     prompt_key: BlockKey | None  # None: whatever the offer holds
     stage: Stage = Stage.MATCHED
+    has_waited: bool = False  # for an equal prompt to be loaded
+    num_computed: int = 0  # tokens held here when it was last asked
+    block_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +85,8 @@ class FerryScheduler:
         lease_s: float,
         patience_s: float,
         shares_prefixes: bool,
+        tokens_per_block: int,
+        peers: KnownPeers,
         run_now: Callable[[StepOrders], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -94,6 +102,8 @@ class FerryScheduler:
         self._patience_s = patience_s
         self._run_now = run_now
         self._shares_prefixes = shares_prefixes
+        self._tokens_per_block = tokens_per_block
+        self._peers = peers
         self._clock = clock
         self._loads: dict[RequestId, _Load] = {}
         # Loads whose request has ended; the workers still have to say that they are quiet.
@@ -114,12 +124,15 @@ class FerryScheduler:
         Never counts the last prompt token: the engine computes it to get its first logits.
         """
         load = self._load_of(request)
-        if load is None or load.stage is Stage.OVER:
+        if load is None or load.stage is Stage.OVER or request.needs_every_token:
             return 0
-        wanted = request.num_prompt_tokens - 1 - num_computed_tokens
-        if wanted > 0 and self._shares_prefixes and self._twin_is_loading(request.request_id, load):
+        load.num_computed = num_computed_tokens
+        wanted = max(0, request.num_prompt_tokens - 1 - num_computed_tokens)
+        if wanted and self._shares_prefixes and self._twin_is_loading(request.request_id, load):
+            load.has_waited = True
             return None
-        return max(0, wanted)
+        # Why: what an equal prompt left to fetch is less than a block, cheaper to compute than to ask for.
+        return 0 if load.has_waited and wanted < self._tokens_per_block else wanted
 
     def allocated(self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """The engine gave blocks for the tokens we announced, or (0) decided that it needs none of them."""
@@ -129,34 +142,39 @@ class FerryScheduler:
         if num_external_tokens == 0:
             self._release(request.request_id, load)
             return
+        assert load.offer is not None, "a refused hand-over is never matched"
         assert load.prompt_key is not None, "a rejected request is never scheduled"
-        load.stage = Stage.LOADING
-        last = request.num_prompt_tokens - 1
+        load.stage, load.block_ids = Stage.LOADING, tuple(block_ids)
         self._pending.loads.append(
             LoadBlocks(
                 request_id=request.request_id,
                 transfer_id=load.offer.transfer_id,
                 prompt_key=load.prompt_key,
-                tokens=Span(last - num_external_tokens, last),
-                block_ids=tuple(block_ids),
+                tokens=Span(load.num_computed, load.num_computed + num_external_tokens),
+                block_ids=load.block_ids,
                 host=load.offer.host,
                 port=load.offer.port,
                 incarnation=load.offer.incarnation,
             )
         )
 
-    def loads_over(self, request_ids: Iterable[RequestId], failed: Collection[RequestId] = ()) -> None:
+    def loads_over(
+        self,
+        request_ids: Iterable[RequestId],
+        failed: Collection[RequestId] = (),
+        failed_blocks: Collection[int] = (),
+    ) -> None:
         """Every worker rank reported these loads over, well or badly: the peer may free its blocks.
 
         Requests that waited for a load that failed do not try the same offer again, each for a deadline of its own:
-        they are computed here.
+        they are computed here. Engines that cannot name failed requests name the blocks that were not loaded.
         """
         for request_id in request_ids:
             load = self._orphans.pop(request_id, None) or self._loads.get(request_id)
             if load is None or load.stage is not Stage.LOADING:
                 continue
             self._release(request_id, load)
-            if request_id in failed:
+            if request_id in failed or not set(failed_blocks).isdisjoint(load.block_ids):
                 self._give_up_waiting(load)
 
     def _give_up_waiting(self, failed: _Load) -> None:
@@ -170,11 +188,12 @@ class FerryScheduler:
             return known
         assert request.params is not None
         try:
-            load = _Load(remote_offer(request.params), None if request.is_rejected else _key_of(request))
-        except HandoverError as error:
+            offer = remote_offer(request.params, self._peers)
+            load = _Load(offer, None if request.is_rejected else _key_of(request))
+        except CallerError as error:
             logger.warning("kvferry: request %s is computed here: %s", request.request_id, error)
             self._num_refused += 1
-            load = _Load(RemoteOffer(TransferId(""), "", 0, None), None, Stage.OVER)
+            load = _Load(None, None, Stage.OVER)
         self._loads[request.request_id] = load
         return load
 
@@ -189,7 +208,9 @@ class FerryScheduler:
     def _release(self, request_id: RequestId, load: _Load) -> None:
         load.stage = Stage.OVER
         offer = load.offer
-        consumer = f"{self._identity.incarnation}/{request_id}"
+        assert offer is not None, "a refused hand-over has no offer"
+        # Why a digest: clients choose the length of request ids.
+        consumer = sha256(f"{self._identity.incarnation}/{request_id}".encode()).hexdigest()
         self._door.release(
             offer.host, offer.port, offer.transfer_id, load.prompt_key, consumer, incarnation=offer.incarnation
         )
@@ -222,8 +243,11 @@ class FerryScheduler:
 
     def _offer(self, request: RequestView, block_ids: Sequence[int]) -> tuple[bool, dict[str, object] | None]:
         prompt_key = request.prompt_key()
-        if prompt_key is None:
-            logger.warning("kvferry: request %s is not offered: its prompt has no token ids", request.request_id)
+        if isinstance(prompt_key, str):
+            logger.warning("kvferry: request %s is not offered: %s", request.request_id, prompt_key)
+            return False, None
+        if request.request_id in self._offered:
+            logger.warning("kvferry: request %s is not offered: its id is on offer already", request.request_id)
             return False, None
         transfer_id = self._family_transfer(request.family)
         self._offered[request.request_id] = transfer_id
@@ -310,6 +334,6 @@ class FerryScheduler:
 
 def _key_of(request: RequestView) -> BlockKey:
     key = request.prompt_key()
-    if key is None:
-        raise HandoverError("the prompt has no token ids (embeddings), so no offer can be proven to hold it")
+    if isinstance(key, str):
+        raise HandoverError(f"no offer can be proven to hold its prompt: {key}")
     return key

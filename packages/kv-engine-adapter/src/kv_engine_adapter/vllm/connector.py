@@ -14,10 +14,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
-from kv_engine_adapter.metrics import report_of
+from kv_core.errors import CallerError
 from kv_engine_adapter.orders import StepOrders
 from kv_engine_adapter.vllm import compat, setup
-from kv_engine_adapter.vllm.stats import FerryPromMetrics, FerryStats
+from kv_engine_adapter.vllm.stats import FerryPromMetrics, FerryStats, own_report
 from kv_engine_adapter.vllm.translate import RequestView
 
 if TYPE_CHECKING:
@@ -103,11 +103,11 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         failed = getattr(connector_output, "failed_recving", None) or ()
-        self._scheduling.loads_over(connector_output.finished_recving or (), failed)
+        failed_blocks = connector_output.invalid_block_ids or ()
+        self._scheduling.loads_over(connector_output.finished_recving or (), failed, failed_blocks)
         self._scheduling.sends_over(connector_output.finished_sending or ())
 
-        if connector_output.kv_connector_stats is not None:
-            self._scheduling.workers_report(report_of(connector_output.kv_connector_stats.data)["gauges"])
+        self._scheduling.workers_report(own_report(connector_output.kv_connector_stats)["gauges"])
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.has_work()
@@ -130,6 +130,9 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
     ) -> None:
         # Why filtered: under MultiConnector every child is handed the metadata of the first child that has any.
         ours = [meta for meta in metadata.values() if isinstance(meta, FerryHandshake)]
+        if metadata and not ours:
+            kinds = sorted({type(meta).__name__ for meta in metadata.values()})
+            raise CallerError(f"another connector answers for this engine's ranks ({kinds}): list FerryConnector first")
         if ours:
             workers = [meta.worker for meta in ours if meta.worker is not None]
             self._scheduler = self._scheduler_setup.start([meta.card for meta in ours], ours[0].incarnation, workers)

@@ -66,6 +66,8 @@ class SchedulerSetup:
             lease_s=settings.lease_s,
             patience_s=settings.lease_s + settings.request_deadline_s,
             shares_prefixes=shares,
+            tokens_per_block=self._config.cache_config.block_size,
+            peers=self._ferry.peers,
             run_now=workers[0].run if len(workers) == len(cards) == 1 else None,
         )
 
@@ -143,6 +145,16 @@ def refuse_unsupported(config: "VllmConfig") -> None:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(parallel, name, 1)) > 1:
             raise CallerError(f"FerryConnector does not carry context parallelism: {name}={size}, supported is 1")
+    speculative = config.speculative_config
+    if speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix"):
+        raise CallerError(
+            f"FerryConnector does not carry the cache of a drafter: speculative method {speculative.method!r}, "
+            "supported are ngram and suffix"
+        )
+    if getattr(parallel, "nnodes", 1) > 1:
+        raise CallerError(
+            f"FerryConnector does not carry engines on several hosts: nnodes={parallel.nnodes}, supported is 1"
+        )
     if (dtype := str(config.cache_config.cache_dtype)) not in ("auto", "bfloat16", "float16", "float32"):
         raise CallerError(f"FerryConnector does not carry quantised caches: kv_cache_dtype={dtype}, supported is auto")
 

@@ -30,6 +30,13 @@ class FerryStats(KVConnectorStats):
         return not self.data
 
 
+def own_report(stats: KVConnectorStats | None) -> metrics.Report:
+    """Our report in what vLLM hands over, which under MultiConnector is a container of all its children's stats."""
+    if stats is not None and not isinstance(stats, FerryStats):
+        stats = stats.data.get("FerryConnector")
+    return metrics.report_of(stats.data) if isinstance(stats, FerryStats) else metrics.report_of({})
+
+
 class FerryPromMetrics(KVConnectorPromMetrics):
     """The counters and gauges of `kv_engine_adapter.metrics` as Prometheus series, one child for each engine."""
 

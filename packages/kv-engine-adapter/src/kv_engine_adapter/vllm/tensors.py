@@ -64,7 +64,13 @@ def engine_caches(kv_caches: Mapping[str, "torch.Tensor"], spec: "AttentionSpec"
     """
     from vllm.model_executor.models.utils import extract_layer_index
 
-    by_layer = {extract_layer_index(name): tensor for name, tensor in kv_caches.items()}
+    by_layer: dict[int, torch.Tensor] = {}
+    for name, tensor in kv_caches.items():
+        layer = extract_layer_index(name)
+        # Why: a draft model counts its layers from 0 as well; its cache must not take the place of the model's.
+        if layer in by_layer and by_layer[layer].data_ptr() != tensor.data_ptr():
+            raise CallerError(f"two cache tensors have layer number {layer}: {sorted(kv_caches)}")
+        by_layer[layer] = tensor
     if sorted(by_layer) != list(share.layers):
         raise CallerError(f"the engine registered layers {sorted(by_layer)}, this rank holds layers {share.layers}")
     tensors = [by_layer[layer] for layer in sorted(by_layer)]

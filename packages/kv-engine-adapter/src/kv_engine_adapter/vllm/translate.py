@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kv_core.errors import CallerError
 from kv_core.ids import RequestId
 from kv_core.keys import BlockKey, Scope, prompt_key
 from kv_core.spans import Span
@@ -56,10 +57,17 @@ class RequestView:
     def is_rejected(self) -> bool:
         return bool(getattr(self.request, "abort_immediately", False))
 
-    def prompt_key(self) -> BlockKey | None:
+    @property
+    def needs_every_token(self) -> bool:
+        return bool(getattr(self.request, "skip_reading_prefix_cache", False))
+
+    def prompt_key(self) -> BlockKey | str:
         tokens = self.request.prompt_token_ids
         if tokens is None or getattr(self.request, "prompt_embeds", None) is not None:
-            return None
+            return "it has no token ids (embeddings)"
+        if self.request.lora_request is not None:
+            # Why: two engines know an adapter by its name alone, and one name may stand for different weights.
+            return f"it uses the LoRA adapter {self.request.lora_request.lora_name!r}"
         return prompt_key(tokens, _scope(self.request))
 
 
@@ -71,12 +79,11 @@ def request_family(request_id: str) -> str:
 
 
 def _scope(request: "Request") -> Scope:
-    lora = request.lora_request
     extras = tuple(
         (hashlib.sha256(str(feature.identifier).encode()).digest(), int(feature.mm_position.offset))
         for feature in request.mm_features or ()
     )
-    return Scope(lora=None if lora is None else lora.lora_name, salt=request.cache_salt, extras=extras)
+    return Scope(salt=request.cache_salt, extras=extras)
 
 
 def parallel_layout(config: "VllmConfig") -> ParallelLayout:
@@ -105,15 +112,23 @@ def fingerprint(config: "VllmConfig") -> str:
         "overrides": None if callable(overrides) else overrides,
         "made_up_seed": model.seed if made_up else None,
     }
-    directory = _checkpoint(model)
+    directory = _checkpoint(model, load.download_dir)
     return model_fingerprint(read_config(directory), None if made_up else directory, extra=extra)
 
 
-def _checkpoint(model: "ModelConfig") -> Path:
-    """The local directory of the model's files."""
+def _checkpoint(model: "ModelConfig", download_dir: str | None) -> Path:
+    """The local directory of the model's files; `CallerError` if there is none."""
     path = Path(model.model)
-    if path.is_dir():
-        return path
+    if path.exists():
+        return path if path.is_dir() else path.parent
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    return Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
+    try:
+        return Path(
+            snapshot_download(model.model, revision=model.revision, cache_dir=download_dir, local_files_only=True)
+        )
+    except (HFValidationError, LocalEntryNotFoundError) as error:
+        raise CallerError(
+            f"the files of model {model.model!r} are not on this machine, so its fingerprint cannot be made: {error}"
+        ) from error

@@ -1,0 +1,92 @@
+"""The folder that knows vLLM: names of requests, cache tensors, statistics. Needs vLLM, no engine."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kv_core.errors import CallerError
+from kv_core.ids import Rank
+from kv_core.spans import Span
+from kv_engine_adapter.metrics import Report
+from kv_transfer.plan.cache_state import Share
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.vllm]
+
+R = "___prefill_addr_127.0.0.1:8100___decode_addr_127.0.0.1:8200_0123456789abcdef0123456789abcdef"
+
+
+@pytest.mark.parametrize(("request_id", "family"), [
+    (f"cmpl-{R}-0-1a2b3c4d", f"cmpl-{R}"), (f"cmpl-{R}-11-ffffffff", f"cmpl-{R}"),
+    (f"2_cmpl-{R}-0-1a2b3c4d", f"cmpl-{R}"), (f"chatcmpl-{R}-1a2b3c4d", f"chatcmpl-{R}"),
+    (f"1_chatcmpl-{R}-1a2b3c4d", f"chatcmpl-{R}"), ("0-b9f71623", "0"),
+])  # fmt: skip
+def test_requests_of_one_call_are_one_family(request_id, family):
+    from kv_engine_adapter.vllm.translate import request_family
+
+    assert request_family(request_id) == family
+
+
+@pytest.mark.parametrize("isa", ["vec", "vec16"])
+def test_what_vllms_cpu_op_writes_is_read_as_tokens(isa):
+    from vllm import _custom_ops as ops
+
+    from kv_engine_adapter.vllm.tensors import engine_caches
+
+    tokens, heads, size, blocks = (32, 2, 64, 3) if isa == "vec" else (16, 2, 80, 3)
+    spec = SimpleNamespace(num_kv_heads=heads, head_size=size, block_size=tokens)
+    cache = torch.zeros(blocks, heads, tokens, 2 * size)
+    halves = cache.view(blocks, heads, 2 * tokens, size).chunk(2, dim=2)
+    key, value = (torch.randn(tokens, heads, size) for _ in range(2))
+    slots = torch.arange(tokens, 2 * tokens)
+    ops.cpu_attn_reshape_and_cache(key, value, *halves, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto")
+    view = engine_caches({"model.layers.0.self_attn.attn": cache}, spec, Share(Rank(0), Span(0, 1), Span(0, heads)))
+    assert torch.equal(view.caches.planes[0][1], key)
+    assert torch.equal(view.caches.planes[1][1], value)
+    assert not view.caches.planes[0][0].any()
+    assert view.kernel_blocks([4, 1]) == (4, 1)
+
+
+def test_a_drafters_layer_does_not_take_the_place_of_the_models():
+    from kv_engine_adapter.vllm.tensors import engine_caches
+
+    spec = SimpleNamespace(num_kv_heads=2, head_size=64, block_size=32)
+    caches = {f"{prefix}model.layers.0.self_attn.attn": torch.zeros(3, 2, 32, 128) for prefix in ("", "draft_model.")}
+    with pytest.raises(CallerError, match="layer number 0"):
+        engine_caches(caches, spec, Share(Rank(0), Span(0, 1), Span(0, 2)))
+
+
+def test_a_tensor_of_unknown_shape_is_refused_with_its_shape():
+    from kv_engine_adapter.vllm.tensors import engine_caches
+
+    spec = SimpleNamespace(num_kv_heads=2, head_size=64, block_size=32)
+    with pytest.raises(CallerError, match=r"3, 5, 7"):
+        engine_caches({"model.layers.0.attn": torch.zeros(3, 5, 7)}, spec, Share(Rank(0), Span(0, 1), Span(0, 2)))
+
+
+def test_our_report_is_found_alone_and_among_the_children_of_multi_connector():
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorStats
+
+    from kv_engine_adapter.vllm.stats import FerryStats, own_report
+
+    report = Report(counters={"loads": 2.0}, gauges={"rank0": {"sessions": 1.0}})
+    ours = FerryStats(dict(report))
+    assert own_report(ours) == report
+    assert own_report(MultiKVConnectorStats(data={"FerryConnector": ours})) == report
+    nothing = Report(counters={}, gauges={})
+    assert own_report(MultiKVConnectorStats(data={"OtherConnector": ours})) == nothing
+    assert own_report(None) == nothing
+
+
+def test_the_connector_is_registered_once_and_found_by_name():
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
+
+    from kv_engine_adapter.vllm import compat, plugin
+
+    plugin.register()
+    plugin.register()
+    found = KVConnectorFactory.get_connector_class_by_name("FerryConnector")
+    assert found.__name__ == "FerryConnector"
+    assert supports_hma(found) is compat.REPORTS_FAILED_REQUESTS

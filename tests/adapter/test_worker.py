@@ -1,0 +1,113 @@
+"""The worker side over a stand-in for the transceiver: every end is reported once, with what an engine needs of it."""
+
+import pytest
+
+from kv_core.ids import Rank, RequestId, TransferId
+from kv_core.keys import BlockKey
+from kv_core.spans import Span
+from kv_engine_adapter.orders import LoadBlocks, OpenOffer, SettleOffer, StepOrders
+from kv_transfer.orders import LoadTimes, Progress, Received
+from kv_transfer.status import Status
+
+worker_module = pytest.importorskip("kv_engine_adapter.worker")
+
+KEY, TRANSFER = BlockKey(b"k" * 32), TransferId("ab" * 16)
+
+
+class FakeCard:
+    rank = Rank(1)
+
+
+class FakeTransceiver:
+    card = FakeCard()
+
+    def __init__(self):
+        self.calls = []
+        self.progress = Progress((), ())
+        self.gauges, self.counters = {}, {}
+
+    def offer(self, offer):
+        self.calls.append(("offer", offer))
+
+    def settle(self, *args):
+        self.calls.append(("settle", args))
+
+    def receive(self, order):
+        self.calls.append(("receive", order))
+
+    def abort(self, request_id):
+        self.calls.append(("abort", request_id))
+
+    def poll(self):
+        progress, self.progress = self.progress, Progress((), ())
+        return progress
+
+    def status(self):
+        return Status(dict(self.gauges), dict(self.counters))
+
+    def close(self):
+        self.calls.append(("close", None))
+
+
+@pytest.fixture
+def transceiver():
+    return FakeTransceiver()
+
+
+@pytest.fixture
+def worker(transceiver):
+    # Blocks of the scheduler are two blocks of the tensors.
+    halves = lambda ids: tuple(half for block in ids for half in (2 * block, 2 * block + 1))  # noqa: E731
+    return worker_module.FerryWorker(transceiver, halves, 32)
+
+
+def load(name="d1"):
+    return LoadBlocks(RequestId(name), TRANSFER, KEY, Span(40, 99), (7, 8, 9, 10), "127.0.0.1", 5600, None)
+
+
+def received(name, ok):
+    return Received(RequestId(name), ok, "" if ok else "peer is gone", 1000 if ok else 0, 1, 1, LoadTimes(total_s=0.5))
+
+
+def test_orders_become_calls_and_an_offer_opens_before_it_settles(worker, transceiver):
+    offer = OpenOffer(RequestId("p1"), TRANSFER, KEY, 70, (1, 2, 3))
+    end = SettleOffer(RequestId("p1"), TRANSFER, "released")
+    worker.run(StepOrders((offer,), (end,), (load(),), (RequestId("d0"),)))
+    assert [name for name, _ in transceiver.calls] == ["offer", "settle", "receive", "abort"]
+    assert transceiver.calls[0][1].block_ids == (2, 3, 4, 5, 6, 7)
+    assert transceiver.calls[2][1].tokens == Span(40, 99)
+    assert transceiver.calls[2][1].block_ids == (14, 15, 16, 17, 18, 19, 20, 21)
+
+
+def test_every_end_is_reported_once_and_a_failed_load_is_received_too(worker, transceiver, caplog):
+    worker.run(StepOrders(loads=(load("good"), load("bad"))))
+    transceiver.progress = Progress((RequestId("p1"),), (received("good", True), received("bad", False)))
+    ended = worker.poll()
+    assert (ended.sent, ended.received, ended.failed) == ({"p1"}, {"good", "bad"}, {"bad"})
+    assert "peer is gone" in caplog.text
+    again = worker.poll()
+    assert (again.sent, again.received, again.failed) == (set(), set(), set())
+
+
+def test_failed_blocks_are_those_of_the_wanted_tokens_told_once(worker, transceiver):
+    worker.run(StepOrders(loads=(load(),)))
+    transceiver.progress = Progress((), (received("d1", False),))
+    worker.poll()
+    assert worker.take_failed_blocks() == {8, 9, 10}, "block 0 held tokens that were here already"
+    assert worker.take_failed_blocks() == set()
+
+
+def test_a_report_is_made_only_when_something_changed(worker, transceiver):
+    transceiver.gauges = {"sessions": 1, "leases": 2}
+    first = worker.take_report()
+    assert first["gauges"] == {"rank1": {"sessions": 1, "leases": 2, "quarantined": 0}}
+    assert worker.take_report() is None
+    worker.run(StepOrders(loads=(load(),)))
+    transceiver.progress = Progress((), (received("d1", True),))
+    transceiver.counters = {"bytes_out": 77}
+    transceiver.gauges = {}
+    worker.poll()
+    second = worker.take_report()
+    assert second["counters"] == {"loads": 1, "load_seconds": 0.5, "bytes_received": 1000, "bytes_sent": 77}
+    assert second["gauges"] == {"rank1": {"sessions": 0, "leases": 0, "quarantined": 0}}
+    assert worker.take_report() is None
