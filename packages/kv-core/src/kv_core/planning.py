@@ -66,6 +66,8 @@ def decide(windows: list[Window], sequence: Sequence, limit: int) -> list[Plan]:
 
 def agreed(windows: list[Window], found: list[Match], limit: int) -> int:
     """The longest prefix of at most `limit` tokens that all windows can serve."""
+    if len(windows) == 1:
+        return longest(windows[0], found[0], limit)
     length = limit
     while True:
         shorter = min(longest(window, match, length) for window, match in zip(windows, found, strict=True))
