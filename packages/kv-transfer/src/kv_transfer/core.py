@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kv_core.ids import RequestId
+from kv_transfer.agent.base import Completion
 from kv_transfer.copies import Copier
 from kv_transfer.loads import Loads
 from kv_transfer.orders import Received
@@ -133,7 +134,7 @@ class Core:
     def turn(self) -> None:
         """Take what the agent has done."""
         for completion in self._room.agent.completions():
-            self.sender.passages.completed(completion)
+            self._completed(completion)
         self._publish()
 
     # -- as a whole --------------------------------------------------------------------------------------------------
@@ -173,6 +174,14 @@ class Core:
     def is_quiet(self) -> bool:
         """Whether nothing is open, and no peer may write to us."""
         return self.measure().is_idle
+
+    def _completed(self, completion: Completion) -> None:
+        """One error of ours may not cost the completions behind it: they were taken, and come only once."""
+        try:
+            self.sender.passages.completed(completion)
+        except Exception:
+            self._room.counters.add("internal_errors")
+            logger.exception("an error of our own with %s; going on", completion.ticket)
 
     def _serve(self, peer: Peer, message: Ask | Grant | Close | Cancel) -> None:
         match message:

@@ -107,6 +107,10 @@ class Directory:
 
     def _say(self, question: _Question) -> None:
         """Ask, and again while somebody waits; find out whether anybody listens."""
+        # Armed first: whatever goes wrong below, the next round comes.
+        is_first = question.timer is None
+        question.timer = self._room.timers.after(question.pause_s, lambda: self._say(question))
+        question.pause_s = min(2 * question.pause_s, self._room.config.nudge_limit_s)
         now = self._room.timers.clock()
         late = [answer for end, answer in question.waiting if end <= now]
         question.waiting = [(end, answer) for end, answer in question.waiting if end > now]
@@ -116,10 +120,8 @@ class Directory:
             self._end(question, NotFound(question.last_word))
             return
         self._room.wire.send(question.link, InstanceHello(incarnation=question.wanted))
-        if question.timer is not None:
+        if not is_first:
             self._room.wire.probe(*question.door, lambda probe: self._probed(question, probe))
-        question.timer = self._room.timers.after(question.pause_s, lambda: self._say(question))
-        question.pause_s = min(2 * question.pause_s, self._room.config.nudge_limit_s)
 
     def _probed(self, question: _Question, outcome: Probe) -> None:
         if outcome == "refused":

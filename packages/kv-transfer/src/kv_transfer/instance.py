@@ -229,13 +229,13 @@ class _Porter:
         )
 
     def _expire(self) -> None:
+        # Armed first: whatever goes wrong below, the next round comes. Without open offers only old pairs are left.
+        self._arm(EXPIRY_PERIOD_S if len(self._leases) else IDLE_PERIOD_S)
         for settled in self._leases.expire(self._reactor.timers.clock()):
             logger.warning(
                 "the lease of request %s (transfer %s) has ended unreleased", settled.request_id, settled.transfer_id
             )
             self._end(settled)
-        # Without open offers only old pairs are left to forget.
-        self._arm(EXPIRY_PERIOD_S if len(self._leases) else IDLE_PERIOD_S)
 
     def _arm(self, period_s: float) -> None:
         if self._expiry is not None:

@@ -170,6 +170,8 @@ class Peers:
             self._forget(peer)
 
     def _watch(self) -> None:
+        # Armed first: whatever goes wrong below, the next round comes.
+        self._room.timers.after(self._room.config.peer_timeout_s / 2, self._watch)
         config, now = self._room.config, self._room.timers.clock()
         for peer in list(self._peers.values()):
             silence = now - peer.heard_at
@@ -178,7 +180,6 @@ class Peers:
                     self._sound(peer, silence)
             elif silence > config.peer_idle_s:
                 self._forget(peer)
-        self._room.timers.after(config.peer_timeout_s / 2, self._watch)
 
     def _sound(self, peer: Peer, silence: float) -> None:
         """Ask for a sign of life, at last at its own address."""

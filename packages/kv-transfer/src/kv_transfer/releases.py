@@ -87,14 +87,17 @@ class Releaser:
             errands.timer = self._timers.after(self._config.peer_idle_s, lambda: self._forget(errands))
 
     def _repeat(self, errands: _Errands) -> None:
+        # Armed first: whatever goes wrong below, the next round comes.
+        errands.pause_s = min(2 * errands.pause_s, self._config.nudge_limit_s)
+        self._wait(errands)
         now = self._timers.clock()
         self._give_up(errands, lambda deadline: deadline <= now, "the deadline has passed")
         for message, _ in errands.waiting.values():
             self._wire.send(errands.link, message)
         if errands.waiting:
             self._wire.probe(*errands.door, lambda outcome: self._probed(errands, outcome))
-        errands.pause_s = min(2 * errands.pause_s, self._config.nudge_limit_s)
-        self._wait(errands)
+        else:
+            self._wait(errands)
 
     def _probed(self, errands: _Errands, outcome: Probe) -> None:
         if outcome == "refused" and errands.waiting:
