@@ -111,14 +111,15 @@ def _take_over(window: Window, source: Source) -> Run:
     return run
 
 
-def _set_aside(window: Window, source: Source) -> Run:
-    """Keep a source out of the victims' way; a free one becomes a run of its own."""
+def _set_aside(window: Window, source: Source) -> Run | None:
+    """Keep a free source, as a run of its own, out of the victims' way; None if somebody holds it anyway."""
     run = source.run
-    if not run.holders:
-        if source.inside + 1 < run.count:
-            run = window.cut(run, source.inside + 1)
-        if source.inside:
-            window.cut(run, source.inside)
+    if run.holders:
+        return None
+    if source.inside + 1 < run.count:
+        run = window.cut(run, source.inside + 1)
+    if source.inside:
+        window.cut(run, source.inside)
     window.reserve(run)
     return run
 

@@ -94,17 +94,16 @@ class Registry:
         if length > config.max_sequence_length:
             raise CapacityError(f"too many tokens: ours={config.max_sequence_length}, theirs={length}")
         for window in self.windows:
-            tokens = max(request.length, min(length, window.size)) if window.is_sliding else length
-            needed, present = ceil_div(tokens, config.tokens_per_block), window.pool.num_blocks[0]
-            if needed > present:
-                raise CapacityError(f"too many blocks: ours={present}, theirs={needed}, window={window.size}")
+            tokens = min(length, window.size) if window.is_sliding else length
+            _check_blocks(window, ceil_div(tokens, config.tokens_per_block))
 
     def admit(self, sequence: Sequence) -> Admission | None:
         """Give the request its blocks in all windows; None, and forgotten, if there are not enough now."""
         plans = decide(self.windows, sequence, _usable(sequence))
-        for plan in plans:
+        for window, plan in zip(self.windows, plans, strict=True):
             if not plan.fits:
                 self.forget(sequence)
+                _check_blocks(window, plan.num_needed)  # a sliding window takes what of the prompt is not cached
                 return None
         num_cached = plans[0].num_cached
         num_external = 0 if self._external is None else self._num_from_outside(self._external, sequence, num_cached)
@@ -202,7 +201,10 @@ class Registry:
 
     def room(self, sequence: Sequence) -> int:
         """The length up to which no window has anything to do."""
-        return min(growing.room(window, table) for window, table in self.pairs(sequence))
+        if self.config.cache_type is CacheType.CROSS:
+            return sequence.num_tokens
+        fits = min(growing.room(window, table) for window, table in self.pairs(sequence))
+        return min(fits, self.config.max_sequence_length)
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Make room for more tokens where windows have to act; False if there are not enough blocks."""
@@ -303,3 +305,9 @@ class Registry:
 def _usable(sequence: Sequence) -> int:
     """How many prompt tokens may be found: at least one is left to compute."""
     return 0 if sequence.log is None else sequence.num_tokens - 1
+
+
+def _check_blocks(window: Window, needed: int) -> None:
+    present = window.pool.num_blocks[0]
+    if needed > present:
+        raise CapacityError(f"too many blocks: ours={present}, theirs={needed}, window={window.size}")
