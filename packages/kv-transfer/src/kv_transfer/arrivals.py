@@ -6,14 +6,14 @@ Law: only memory that is there is granted, so waiting is back-pressure and never
      written by our own scatter alone, after the bytes are verified. What is granted and not accounted for goes to
      quarantine when its session ends.
 
-Sessions take turns for memory, a chunk a turn; whoever is first in the row and finds none is first again.
+Sessions take turns for memory (turns). What one instance holds of the arena, granted or in quarantine, is at most its
+share (`Arena.has_share`): one that is stopped keeps no memory from the others.
 
      wait --> grant --> Data --> verify, scatter (mover) --> scattered
                  |
                  +--> doubt: quarantine --> Data, or Quiet or death and a grace --> free
 """
 
-from collections import deque
 from functools import partial
 from typing import Protocol
 
@@ -26,6 +26,7 @@ from kv_transfer.protocol.messages import Data, Grant
 from kv_transfer.quarantine import Quarantine
 from kv_transfer.room import Room
 from kv_transfer.staging import Arena, StagingLease
+from kv_transfer.turns import Turn, Turns
 
 
 class ArrivalListener(Protocol):
@@ -50,28 +51,17 @@ class Arrivals:
         self._arena = arena
         self._copier = copier
         self._listener = listener
-        self._turns: deque[ReceiveSession] = deque()
+        self._turns: Turns[ReceiveSession] = Turns(self._serve)
         self._quarantine = Quarantine(room, arena, on_freed=self.pump)
 
     def wait(self, session: ReceiveSession) -> None:
         """This session may take memory from now on, as long as it has chunks to come."""
-        if session not in self._turns:
-            self._turns.append(session)
+        self._turns.join(session)
         self.pump()
 
     def pump(self) -> None:
         """Grant memory, while there is any."""
-        while self._turns:
-            session = self._turns[0]
-            if session.has_more and len(session.granted) < self._room.config.chunks_in_flight:
-                lease = self._arena.lease(session.chunks[session.next_seq].num_bytes, f"receive {session.name}")
-                if lease is None:
-                    return
-                self._grant(session, lease)
-                self._turns.rotate(-1)
-            else:
-                # It comes back when a chunk of it has arrived.
-                self._turns.popleft()
+        self._turns.pump()
 
     def remind(self, session: ReceiveSession) -> None:
         """Say all grants again that are not accounted for."""
@@ -86,6 +76,7 @@ class Arrivals:
             lease.release()
             stated = f"ours=({chunk.num_bytes}, wanted), theirs=({data.num_bytes}, {data.checksum})"
             self._listener.chunk_bad(session, f"chunk {data.seq} is not as planned in (bytes, checksum): {stated}")
+            self.pump()
             return
         load.num_scatters += 1
         job = self._copier.scatter(
@@ -120,6 +111,19 @@ class Arrivals:
     def peer_died(self, peer: Peer) -> None:
         """Nothing is sent any more to what this peer may have written."""
         self._quarantine.free_later(self._quarantine.writers_of(peer.key))
+
+    def _serve(self, session: ReceiveSession) -> Turn:
+        if not session.has_more or len(session.granted) >= self._room.config.chunks_in_flight:
+            # It comes back when a chunk of it has arrived.
+            return Turn.OVER
+        num_bytes, owner = session.chunks[session.next_seq].num_bytes, session.peer.run
+        if not self._arena.has_share(num_bytes, owner):
+            return Turn.HAS_SHARE
+        lease = self._arena.lease(num_bytes, owner)
+        if lease is None:
+            return Turn.NO_ROOM
+        self._grant(session, lease)
+        return Turn.SERVED
 
     def _grant(self, session: ReceiveSession, lease: StagingLease) -> None:
         stamps = session.load.stamps

@@ -5,12 +5,12 @@ Out: for each chunk one report to the sender: written, failed, or nothing of it 
 Law: a chunk is written only by a session that is being served, from an offer that is still the same after the gather.
      What is posted keeps its staging until its physical end, or until the agent has taken it back.
 
-Sessions take turns for memory, a chunk a turn; whoever is first in the row and finds none is first again.
+Sessions take turns for memory (turns). What chunks for one instance hold of the arena is at most its share
+(`Arena.has_share`): one that is stopped keeps no memory from the others.
 
      queue --> gather (mover) --> [held by a fault] --> write (agent) --> written
 """
 
-from collections import deque
 from dataclasses import replace
 from functools import partial
 from typing import Final, Protocol
@@ -24,7 +24,8 @@ from kv_transfer.protocol.messages import Grant, RefuseCode
 from kv_transfer.protocol.session import Sending
 from kv_transfer.room import Room
 from kv_transfer.send_session import Passage, SendSession
-from kv_transfer.staging import Arena
+from kv_transfer.staging import Arena, StagingLease
+from kv_transfer.turns import Turn, Turns
 
 HELD_WRITE_S: Final = 0.01
 """How often a write that a fault holds is tried again."""
@@ -52,14 +53,13 @@ class Passages:
         self._copier = copier
         self._offers = offers
         self._listener = listener
-        self._turns: deque[SendSession] = deque()
+        self._turns: Turns[SendSession] = Turns(self._serve)
         self._tickets: dict[Ticket, SendSession] = {}
 
     def queue(self, session: SendSession, grant: Grant) -> None:
         """One more chunk of this session waits for its turn."""
         session.moves.waiting.append(grant)
-        if session not in self._turns:
-            self._turns.append(session)
+        self._turns.join(session)
 
     def drop(self, session: SendSession) -> None:
         """Forget what is not begun; take back what the agent has not posted."""
@@ -71,16 +71,7 @@ class Passages:
 
     def pump(self) -> None:
         """Begin the gathers that there is memory for."""
-        while self._turns:
-            session = self._turns[0]
-            if session.moves.waiting and session.num_in_flight < self._room.config.chunks_in_flight:
-                if not self._gather(session, session.moves.waiting[0]):
-                    return
-                session.moves.waiting.popleft()
-                self._turns.rotate(-1)
-            else:
-                # It comes back when a chunk of it has ended.
-                self._turns.popleft()
+        self._turns.pump()
 
     def completed(self, completion: Completion) -> None:
         """The agent reports the physical end of a write."""
@@ -96,13 +87,25 @@ class Passages:
             self._listener.chunk_failed(session, RefuseCode.WRITE_FAILED, completion.reason)
         self._go_on(session)
 
-    def _gather(self, session: SendSession, grant: Grant) -> bool:
-        """Copy the chunk into our staging; False if there is no room."""
+    def _serve(self, session: SendSession) -> Turn:
+        if not session.moves.waiting or session.num_in_flight >= self._room.config.chunks_in_flight:
+            # It comes back when a chunk of it has ended.
+            return Turn.OVER
+        grant, owner = session.moves.waiting[0], session.peer.run
+        num_bytes = session.chunks[grant.seq].num_bytes
+        if not self._arena.has_share(num_bytes, owner):
+            return Turn.HAS_SHARE
+        lease = self._arena.lease(num_bytes, owner)
+        if lease is None:
+            return Turn.NO_ROOM
+        session.moves.waiting.popleft()
+        self._gather(session, grant, lease)
+        return Turn.SERVED
+
+    def _gather(self, session: SendSession, grant: Grant, lease: StagingLease) -> None:
+        """Copy the chunk into our staging."""
         chunk, held = session.chunks[grant.seq], session.held
         assert held is not None, "law: only what is offered is gathered"
-        lease = self._arena.lease(chunk.num_bytes, f"send {session.name}")
-        if lease is None:
-            return False
         session.moves.begun.add(chunk.seq)
         session.moves.reads.add(chunk.seq)
         job = self._copier.gather(
@@ -110,7 +113,6 @@ class Passages:
         )
         then = partial(self._gathered, session, Passage(chunk, grant.slice, lease), held.generation)
         self._room.copies.submit(job, held.filled, then)
-        return True
 
     def _gathered(self, session: SendSession, passage: Passage, generation: Generation, moved: Moved) -> None:
         """The chunk lies in our staging: write it, if it is still wanted and still what was offered."""
@@ -153,6 +155,6 @@ class Passages:
         self._tickets[ticket] = session
 
     def _go_on(self, session: SendSession) -> None:
-        if session.moves.waiting and session not in self._turns:
-            self._turns.append(session)
+        if session.moves.waiting:
+            self._turns.join(session)
         self.pump()

@@ -43,6 +43,11 @@ class Peer:
     def state(self) -> CacheState:
         return self.card.state
 
+    @property
+    def run(self) -> str:
+        """The run of the instance that it is a rank of; its ranks share a fate, and so a share of our staging."""
+        return f"{self.instance} ({self.key.incarnation})"
+
     def __str__(self) -> str:
         return f"rank {self.key.rank} of {self.instance} at {self.card.host}:{self.card.port}"
 

@@ -7,14 +7,20 @@ Law: a region in quarantine is leased to nobody. It comes back at once when its 
      land (`agent.base.LATE_BYTES_GRACE_S`).
 """
 
+import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kv_core.ids import Incarnation, Rank, SessionId
 from kv_transfer.agent.base import LATE_BYTES_GRACE_S
 from kv_transfer.peer import PeerKey
 from kv_transfer.room import Room
 from kv_transfer.staging import Arena, StagingLease
+
+logger = logging.getLogger(__name__)
+
+ALARM_PERIOD_S: Final = 10.0
+"""How often it is said that much of the arena is in quarantine."""
 
 
 class Writer(NamedTuple):
@@ -33,11 +39,16 @@ class Quarantine:
         self._room = room
         self._arena = arena
         self._on_freed = on_freed
+        self._is_watching = False
 
     def keep(self, lease: StagingLease, writer: Writer) -> None:
         """This region may be written at any time from now on."""
         lease.quarantine(writer)
         self._room.counters.add("regions_quarantined")
+        if not self._is_watching and self._is_much():
+            # Most writers are heard of at once: after an abort this is nothing to speak of.
+            self._is_watching = True
+            self._room.timers.after(self._room.config.peer_timeout_s, self._alarm)
 
     def writers_of(self, key: PeerKey) -> list[Writer]:
         """The writers of one peer that keep memory here."""
@@ -52,3 +63,20 @@ class Quarantine:
         """These write no more; what they sent before may still land for a moment."""
         if writers:
             self._room.timers.after_running(LATE_BYTES_GRACE_S, lambda: self.free(writers))
+
+    def _is_much(self) -> bool:
+        return 4 * sum(self._arena.quarantined_bytes.values()) > self._arena.region.num_bytes
+
+    def _alarm(self) -> None:
+        """Say who keeps more than a quarter of the arena from use, as long as that is so."""
+        self._is_watching = self._is_much()
+        if not self._is_watching:
+            return
+        self._room.timers.after(ALARM_PERIOD_S, self._alarm)
+        kept = self._arena.quarantined_bytes
+        logger.error(
+            "%d of %d bytes of the receive arena wait for peers that may still write and are not heard of: %s",
+            sum(kept.values()),
+            self._arena.region.num_bytes,
+            ", ".join(f"{owner}: {num_bytes} bytes" for owner, num_bytes in sorted(kept.items())),
+        )

@@ -21,7 +21,8 @@ nothing here is locked; a notice that another thread gets must be posted to the 
 """
 
 import enum
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 from kv_core.errors import CallerError, CapacityError
@@ -42,7 +43,7 @@ class LeaseState(enum.Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagingLease:
-    """Exclusive use of `slice`, for `owner` (a name for messages and gauges); equal only to itself."""
+    """Exclusive use of `slice`, counted for `owner` (whose share it is of); equal only to itself."""
 
     arena: "Arena" = field(repr=False)
     slice: RegionSlice
@@ -91,6 +92,7 @@ class Arena:
         for offset, order in _falling_powers(self._num_granules):
             self._free[order].add(offset)
         self._entries: dict[StagingLease, _Entry] = {}
+        self._taken: Counter[str] = Counter()
 
     @property
     def max_lease_bytes(self) -> int:
@@ -117,6 +119,20 @@ class Arena:
         """Who keeps memory in quarantine."""
         return frozenset(entry.writer for entry in self._entries.values() if entry.state is LeaseState.QUARANTINED)
 
+    @property
+    def quarantined_bytes(self) -> Mapping[str, int]:
+        """Bytes in quarantine, by owner."""
+        found: Counter[str] = Counter()
+        for lease, entry in self._entries.items():
+            if entry.state is LeaseState.QUARANTINED:
+                found[lease.owner] += self.granule << entry.order
+        return found
+
+    def has_share(self, num_bytes: int, owner: str) -> bool:
+        """Whether one more lease of that size leaves this owner with at most half of the arena, or is its only one."""
+        taken = self._taken[owner]
+        return not taken or 2 * (taken + (1 << self._order_for(num_bytes))) <= self._num_granules
+
     def lease(self, num_bytes: int, owner: str) -> StagingLease | None:
         """Exclusive use of `num_bytes` bytes, at a multiple of the granule; None while there is no room.
 
@@ -128,6 +144,7 @@ class Arena:
             return None
         lease = StagingLease(self, RegionSlice(self.region, offset * self.granule, num_bytes), owner)
         self._entries[lease] = _Entry(offset, order)
+        self._taken[owner] += 1 << order
         return lease
 
     def release(self, lease: StagingLease) -> None:
@@ -171,10 +188,13 @@ class Arena:
         assert end == self._num_granules, f"law: blocks tile the arena: last ends at {end} of {self._num_granules}"
         for offset, order in free:
             assert offset ^ (1 << order) not in self._free[order], f"law: free halves are joined: {offset}, {order}"
+        counted: Counter[str] = Counter()
         for lease, entry in self._entries.items():
+            counted[lease.owner] += 1 << entry.order
             assert entry.state is not LeaseState.FREE, "law: a free lease is forgotten"
             assert lease.slice.offset == entry.offset * self.granule, "law: a lease is where its block is"
             assert lease.slice.num_bytes <= self.granule << entry.order, "law: a lease lies inside its block"
+        assert counted == self._taken, f"law: what each owner has is counted: {counted}, {self._taken}"
 
     def _order_for(self, num_bytes: int) -> int:
         if num_bytes < 1:
@@ -201,6 +221,9 @@ class Arena:
         """Joins the block with its free other half, and that with its own, as far as it goes."""
         del self._entries[lease]
         offset, order = entry.offset, entry.order
+        self._taken[lease.owner] -= 1 << order
+        if not self._taken[lease.owner]:
+            del self._taken[lease.owner]
         while offset ^ (1 << order) in self._free[order]:
             self._free[order].remove(offset ^ (1 << order))
             offset &= ~(1 << order)
