@@ -6,6 +6,7 @@ Law: nothing else configures this layer: no environment variable, no module stat
      contradicts another, raises ConfigError naming the setting and both values.
 """
 
+import ipaddress
 from dataclasses import dataclass
 from typing import Final
 
@@ -32,7 +33,7 @@ class TransferConfig:
     bind_host: str = "127.0.0.1"
     """Address to listen at."""
     advertised_host: str | None = None
-    """Address that peers are told to call; `bind_host` if None, which then may not be a wildcard."""
+    """Numeric address that peers are told to call; `bind_host` if None, which then may not be a wildcard."""
     port: int = 0
     """Port to listen at; 0: any free one."""
 
@@ -87,6 +88,12 @@ class TransferConfig:
             )
         if self.advertised_host is not None and self.advertised_host in WILDCARDS:
             raise ConfigError(f"nobody can call a wildcard: advertised_host={self.advertised_host!r}")
+        try:
+            ipaddress.ip_address("127.0.0.1" if self.call_host == "localhost" else self.call_host)
+        except ValueError as error:
+            raise ConfigError(
+                f"peers call numeric addresses only: got={self.call_host!r}; set advertised_host to an address of ours"
+            ) from error
 
     @property
     def call_host(self) -> str:

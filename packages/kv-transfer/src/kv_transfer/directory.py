@@ -6,8 +6,10 @@ Law: every question ends by its deadline. A card is remembered until somebody fi
      for another run of the instance; then it is asked for again.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 from kv_core.ids import Incarnation
 from kv_transfer.protocol.messages import InstanceCard, InstanceHello, InstanceRefused
@@ -16,6 +18,9 @@ from kv_transfer.timers import Timer
 from kv_transfer.wire import Link, Probe, UnusableAddress
 
 Door = tuple[str, int]
+
+MAX_CARDS: Final = 256
+"""Cards that are remembered; doors are named by clients, and a card may be as long as a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +51,17 @@ class Directory:
 
     def __init__(self, room: Room) -> None:
         self._room = room
-        self._cards: dict[Door, InstanceCard] = {}
+        self._cards: OrderedDict[Door, InstanceCard] = OrderedDict()
         self._questions: dict[tuple[Door, Incarnation | None], _Question] = {}
         self._by_link: dict[Link, _Question] = {}
 
     def known(self, door: Door, wanted: Incarnation | None) -> InstanceCard | None:
         """The card we remember, if it is of the run that is wanted."""
         card = self._cards.get(door)
-        return card if card is not None and wanted in (None, card.incarnation) else None
+        if card is None or wanted not in (None, card.incarnation):
+            return None
+        self._cards.move_to_end(door)
+        return card
 
     def ask(self, door: Door, wanted: Incarnation | None, within_s: float, answer: Answer) -> None:
         """Ask the door for its card; the answer comes once, within that time."""
@@ -82,7 +90,7 @@ class Directory:
         """A door told its card."""
         question = self._by_link[link]
         if question.wanted in (None, card.incarnation):
-            self._cards[question.door] = card
+            self._remember(question.door, card)
             self._end(question, card)
         else:
             self._end(question, NotFound(f"another run answers: wanted={question.wanted}, got={card.incarnation}"))
@@ -104,6 +112,12 @@ class Directory:
         """Nobody waits any more."""
         for question in list(self._questions.values()):
             self._end(question, NotFound("closing"))
+
+    def _remember(self, door: Door, card: InstanceCard) -> None:
+        self._cards[door] = card
+        self._cards.move_to_end(door)
+        if len(self._cards) > MAX_CARDS:
+            self._cards.popitem(last=False)
 
     def _say(self, question: _Question) -> None:
         """Ask, and again while somebody waits; find out whether anybody listens."""

@@ -97,7 +97,7 @@ class Releaser:
         if errands.waiting:
             self._wire.probe(*errands.door, lambda outcome: self._probed(errands, outcome))
         else:
-            self._wait(errands)
+            self._forget(errands)
 
     def _probed(self, errands: _Errands, outcome: Probe) -> None:
         if outcome == "refused" and errands.waiting:

@@ -9,7 +9,7 @@ A link carries a random name that only the called door learns; a connection that
 door's answers still find us (ROUTER hand-over).
 """
 
-import re
+import ipaddress
 import secrets
 import socket
 import threading
@@ -44,8 +44,6 @@ MAX_PACKETS_A_TURN: Final = 64
 MAX_QUEUED: Final = 16_384
 """Messages that one connection may hold in each direction; more are lost, and said again by whoever needs them."""
 
-_HOST: Final = re.compile(r"[A-Za-z0-9_.:%\-]{1,253}\Z")
-
 
 class CannotListen(FerryError):
     """Our own address cannot be listened at; names host, port and the settings."""
@@ -62,7 +60,11 @@ class Wire(Protocol):
         """Answer whoever called."""
 
     def call(self, host: str, port: int) -> Link:
-        """A link to a door, usable at once; connecting goes on behind it. Raises UnusableAddress."""
+        """A link to a door, usable at once; connecting goes on behind it. Raises UnusableAddress.
+
+        `host` is a numeric address, or "localhost": looking a name up would keep every message of ours waiting, since
+        ZMQ does it in the one thread that moves them, again at each new connection.
+        """
 
     def send(self, link: Link, message: Message) -> None:
         """Say something to a door we call."""
@@ -119,16 +121,10 @@ class ZmqWire:
         self._emit(message, lambda packet: self._door.send_multipart([route, packet], zmq.NOBLOCK))
 
     def call(self, host: str, port: int) -> Link:
-        if not _HOST.match(host) or not 0 < port < 65536:
-            raise UnusableAddress(f"not an address to call: host={host[:80]!r}, port={port}")
-        dealer = self._socket(zmq.DEALER)
-        dealer.routing_id = b"k" + secrets.token_bytes(15)
-        dealer.reconnect_ivl, dealer.reconnect_ivl_max = RECONNECT_MS, RECONNECT_LIMIT_MS
         try:
-            dealer.connect(_tcp(host, port))
-        except zmq.ZMQError as error:
-            dealer.close(linger=0)
-            raise UnusableAddress(f"not an address to call: host={host!r}, port={port}: {error}") from error
+            dealer = self._dealer(_address(host, port))
+        except (OSError, zmq.ZMQError) as error:
+            raise UnusableAddress(f"cannot call host={host!r}, port={port}: {error}") from error
         self._num_links += 1
         link = Link(self._num_links)
         self._links[link] = dealer
@@ -217,6 +213,17 @@ class ZmqWire:
             ) from error
         return door, int(door.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
+    def _dealer(self, address: str) -> "zmq.Socket[bytes]":
+        dealer = self._socket(zmq.DEALER)
+        try:
+            dealer.routing_id = b"k" + secrets.token_bytes(15)
+            dealer.reconnect_ivl, dealer.reconnect_ivl_max = RECONNECT_MS, RECONNECT_LIMIT_MS
+            dealer.connect(address)
+        except zmq.ZMQError:
+            dealer.close(linger=0)
+            raise
+        return dealer
+
     def _socket(self, kind: int) -> "zmq.Socket[bytes]":
         made = self._context.socket(kind)
         made.ipv6 = True
@@ -241,6 +248,21 @@ def _numeric(host: str) -> str:
     if host in ("*", ""):
         return "0.0.0.0"
     return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+
+
+def _address(host: str, port: int) -> str:
+    """Where ZMQ is to connect, without a name to look up; raises UnusableAddress."""
+    host = _numeric(host) if host == "localhost" else host
+    try:
+        if not 0 < port < 65536:
+            raise ValueError("a port is 1 to 65535")
+        ipaddress.ip_address(host)
+    except ValueError as error:
+        raise UnusableAddress(
+            f"not an address to call: host={host[:80]!r}, port={port}: {error}; "
+            "a host is given by its numeric address, names are not looked up"
+        ) from error
+    return _tcp(host, port)
 
 
 def _tcp(host: str, port: int | str) -> str:
