@@ -15,7 +15,7 @@ from kv_transfer.agent.cards import RemoteSlice
 from kv_transfer.offers import HeldOffer, Pair
 from kv_transfer.peer import Peer
 from kv_transfer.plan.cache_state import CacheState, Share
-from kv_transfer.plan.plan import Chunk
+from kv_transfer.plan.plan import Chunk, num_bytes_of, widened
 from kv_transfer.protocol.messages import MAX_CHUNKS, Ask, Data, Grant, RefuseCode
 from kv_transfer.protocol.session import SendEvent, Sending
 from kv_transfer.staging import StagingLease
@@ -115,7 +115,8 @@ def misfit(ask: Ask, state: CacheState, share: Share, max_chunk_bytes: int, held
         return f"pieces overlap: their area={area}, ours={_area(share.layers, share.heads)}"
     if ask.chunk_bytes > max_chunk_bytes:
         return f"chunks are too large: ours={max_chunk_bytes}, theirs={ask.chunk_bytes}"
-    num_bytes = area * len(ask.tokens) * state.num_planes * state.bytes_per_token_head
+    moved = widened(ask.tokens, state)
+    num_bytes = sum(num_bytes_of(piece.layers, piece.heads, moved, state) for piece in ask.pieces)
     # A chunk is at least half full, or the last of its row.
     if 2 * num_bytes // ask.chunk_bytes > MAX_CHUNKS:
         return f"too many chunks: bytes={num_bytes}, chunk={ask.chunk_bytes}, most={MAX_CHUNKS}"

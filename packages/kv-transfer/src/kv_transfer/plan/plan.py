@@ -99,7 +99,7 @@ def chunks_of(pieces: Sequence[Piece], tokens: Span, state: CacheState, max_byte
     CallerError when not even the smallest movable unit of one layer fits.
     """
     parts = (
-        (Piece(layers, piece.heads), part, _num_bytes(layers, piece.heads, part, state))
+        (Piece(layers, piece.heads), part, num_bytes_of(layers, piece.heads, part, state))
         for piece in pieces
         for layers, part in _cuts(piece, widened(tokens, state), state, max_bytes)
     )
@@ -112,15 +112,16 @@ def widened(tokens: Span, state: CacheState) -> Span:
     return Span(tokens.start // unit * unit, ceil_div(tokens.stop, unit) * unit) if tokens else tokens
 
 
+def num_bytes_of(layers: Span, heads: Span, tokens: Span, state: CacheState) -> int:
+    """Bytes on the wire of some layers and heads, for these tokens (see `widened`); `state` is the sender's."""
+    return len(layers) * len(heads) * len(tokens) * state.num_planes * state.bytes_per_token_head
+
+
 def _session_plan(sender: Rank, receiver: Rank, targets: list[Target], peer: CacheState, tokens: Span) -> SessionPlan:
     pieces = tuple(Piece(target.layers, target.heads) for target in targets)
     moved = widened(tokens, peer)
-    num_bytes = sum(_num_bytes(piece.layers, piece.heads, moved, peer) for piece in pieces)
+    num_bytes = sum(num_bytes_of(piece.layers, piece.heads, moved, peer) for piece in pieces)
     return SessionPlan(sender, receiver, pieces, tokens, num_bytes)
-
-
-def _num_bytes(layers: Span, heads: Span, tokens: Span, state: CacheState) -> int:
-    return len(layers) * len(heads) * len(tokens) * state.num_planes * state.bytes_per_token_head
 
 
 def _cuts(piece: Piece, tokens: Span, state: CacheState, max_bytes: int) -> Iterator[tuple[Span, Span]]:
@@ -134,7 +135,7 @@ def _cuts(piece: Piece, tokens: Span, state: CacheState, max_bytes: int) -> Iter
 def _steps(piece: Piece, state: CacheState, max_bytes: int) -> tuple[int, int]:
     """How many layers and how many tokens one chunk may hold."""
     num_layers, block = len(piece.layers), state.tokens_per_block
-    token_bytes = _num_bytes(Span(0, 1), piece.heads, Span(0, 1), state)
+    token_bytes = num_bytes_of(Span(0, 1), piece.heads, Span(0, 1), state)
     if (blocks := max_bytes // (block * token_bytes * num_layers)) > 0:
         return num_layers, blocks * block
     if (layers := max_bytes // (block * token_bytes)) > 0:

@@ -1,0 +1,30 @@
+"""How many chunks a session may have is judged by the bytes that really move."""
+
+import msgspec
+import pytest
+
+from kv_core.spans import Span
+from kv_testing.layouts import make_state
+from kv_testing.messages import SAMPLES
+from kv_transfer import send_session
+from kv_transfer.plan.cache_state import BlockLayout
+from kv_transfer.plan.plan import Piece, chunks_of
+from kv_transfer.protocol.messages import Ask
+
+CHUNK_BYTES = 1 << 20
+
+
+@pytest.mark.parametrize("tile", ["plain", "packed"])
+def test_the_bound_of_chunks_counts_what_moves(monkeypatch, tile):
+    """Of an opaque tile the whole moves, even if one token of it is wanted."""
+    state = make_state(layout=BlockLayout("head_major", tile))
+    share = state.share_of(0)
+    pieces = (Piece(share.layers, share.heads),)
+    usual = next(sample for sample in SAMPLES if isinstance(sample, Ask))
+    ask = msgspec.structs.replace(usual, tokens=Span(15, 17), pieces=pieces, chunk_bytes=CHUNK_BYTES)
+    num_bytes = sum(chunk.num_bytes for chunk in chunks_of(pieces, ask.tokens, state, CHUNK_BYTES))
+    ask = msgspec.structs.replace(ask, chunk_bytes=num_bytes)
+    monkeypatch.setattr(send_session, "MAX_CHUNKS", 2)
+    assert send_session.misfit(ask, state, share, CHUNK_BYTES, None) == ""
+    monkeypatch.setattr(send_session, "MAX_CHUNKS", 1)
+    assert f"too many chunks: bytes={num_bytes}" in send_session.misfit(ask, state, share, CHUNK_BYTES, None)
