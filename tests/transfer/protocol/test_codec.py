@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_core.errors import CapacityError
+from kv_core.errors import CallerError, CapacityError
 from kv_testing.messages import ANY_MESSAGE, SAMPLES, mutated
 from kv_transfer.protocol import codec
 from kv_transfer.protocol import messages as m
@@ -71,6 +71,22 @@ def test_a_long_packet_is_not_looked_at():
 def test_our_own_long_message_is_not_sent():
     with pytest.raises(CapacityError, match="most=100"):
         codec.encode(SAMPLES[5], max_bytes=100)
+
+
+UNSPEAKABLE = [
+    m.Release(transfer_id=SAMPLES[-1].transfer_id, prompt_key=None, consumer="d/" + "r" * 199, incarnation=None),
+    m.InstanceHello(incarnation="r" * 201),
+    m.InstanceHello(incarnation="\ud800"),
+    m.Pong(incarnation="", rank=None),
+    m.Ready(session="not hex", num_chunks=1, num_bytes=1),
+    m.Data(session=SAMPLES[-6].session, seq=-1, num_bytes=1 << 62, checksum=None),
+]
+
+
+@pytest.mark.parametrize("message", UNSPEAKABLE, ids=lambda message: type(message).__name__)
+def test_what_no_peer_would_take_is_not_sent(message):
+    with pytest.raises(CallerError, match=f"{type(message).__name__} would be refused by every peer"):
+        codec.encode(message)
 
 
 BAD_FIELDS = [

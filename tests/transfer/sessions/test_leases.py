@@ -221,6 +221,14 @@ def test_a_release_is_given_up_at_its_deadline():
         d.close()
 
 
+def test_a_release_that_no_peer_would_take_is_given_up_at_once(doors):
+    p, d = doors
+    d.release(*p.address, fresh_id(), PROMPT, "d/" + "r" * 200)
+    wait_for(lambda: d.status().counters.get("releases_given_up") == 1, what="giving up")
+    assert d.status().is_idle
+    assert not d.status().counters.get("internal_errors")
+
+
 def test_a_lease_ends_by_itself_and_a_late_release_changes_nothing(doors):
     p, d = doors
     transfer = fresh_id()

@@ -66,6 +66,13 @@ def test_agents_of_different_kinds_are_refused():
         assert "agent differs: ours=pigeon, theirs=loopback" in reason
 
 
+def test_a_run_that_no_peer_would_read_fails_the_load_at_once():
+    with pair() as (p, d, _):
+        d.order(p, fresh_id(), incarnation="r" * 201)
+        assert "would be refused by every peer" in d.outcome(others=[p]).reason
+        d.check_clean()
+
+
 @pytest.mark.parametrize("host", ["no such host", "a;b", "", "x" * 300])
 def test_addresses_that_are_none_fail_the_load_at_once(host):
     with pair() as (_, d, _hub):

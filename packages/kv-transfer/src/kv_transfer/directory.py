@@ -11,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from kv_core.errors import CallerError
 from kv_core.ids import Incarnation
+from kv_transfer.protocol import codec
 from kv_transfer.protocol.messages import InstanceCard, InstanceHello, InstanceRefused
 from kv_transfer.room import Room
 from kv_transfer.timers import Timer
@@ -68,8 +70,9 @@ class Directory:
         question = self._questions.get((door, wanted))
         if question is None:
             try:
+                codec.encode(InstanceHello(incarnation=wanted))
                 link = self._room.wire.call(*door)
-            except UnusableAddress as error:
+            except (CallerError, UnusableAddress) as error:
                 answer(NotFound(str(error)))
                 return
             question = _Question(door, wanted, link, self._room.config.nudge_s / 2)

@@ -10,7 +10,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kv_core.errors import CallerError
 from kv_transfer.config import TransferConfig
+from kv_transfer.protocol import codec
 from kv_transfer.protocol.messages import Release, ReleaseReply
 from kv_transfer.status import Counters
 from kv_transfer.timers import Timer, Timers
@@ -52,15 +54,13 @@ class Releaser:
 
     def release(self, door: Door, message: Release) -> None:
         """Say this until it is answered."""
-        errands = self._doors.get(door)
-        if errands is None:
-            try:
-                link = self._wire.call(*door)
-            except UnusableAddress as error:
-                logger.warning("cannot release transfer %s: %s", message.transfer_id, error)
-                self._counters.add("releases_given_up")
-                return
-            errands = self._doors[door] = self._by_link[link] = _Errands(door, link)
+        try:
+            codec.encode(message)
+            errands = self._errands_at(door)
+        except (CallerError, UnusableAddress) as error:
+            logger.warning("cannot release transfer %s: %s", message.transfer_id, error)
+            self._counters.add("releases_given_up")
+            return
         deadline = self._timers.clock() + self._config.release_deadline_s
         errands.waiting[message.transfer_id, message.prompt_key, message.consumer] = (message, deadline)
         self._wire.send(errands.link, message)
@@ -77,6 +77,13 @@ class Releaser:
             logger.info("the peer does not know transfer %s any more", reply.transfer_id)
         if not errands.waiting:
             self._wait(errands)
+
+    def _errands_at(self, door: Door) -> _Errands:
+        errands = self._doors.get(door)
+        if errands is None:
+            link = self._wire.call(*door)
+            errands = self._doors[door] = self._by_link[link] = _Errands(door, link)
+        return errands
 
     def _wait(self, errands: _Errands) -> None:
         if errands.timer is not None:

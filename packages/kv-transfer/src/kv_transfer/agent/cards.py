@@ -14,6 +14,7 @@ MemoryKind = Literal["host", "device"]
 """Which memory a region is: of the host, or of an accelerator."""
 
 MAX_NAME_CHARS = 200
+"""The bound of every name on the wire: of agents, instances, incarnations and consumers."""
 MAX_BLOB_BYTES = 1 << 20
 
 Address = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]

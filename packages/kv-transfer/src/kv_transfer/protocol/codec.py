@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from kv_core.errors import CapacityError
+from kv_core.errors import CallerError, CapacityError
 from kv_transfer.protocol.errors import ForeignVersion, MalformedMessage
 from kv_transfer.protocol.messages import Message
 
@@ -30,8 +30,15 @@ _DECODER: Final[msgspec.msgpack.Decoder[Message]] = msgspec.msgpack.Decoder(Mess
 
 
 def encode(message: Message, max_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
-    """The bytes of a message; CapacityError if no peer would take that many."""
-    body = _ENCODER.encode(message)
+    """The bytes of a message; CapacityError if no peer would take that many, CallerError if a value is out of range.
+
+    So what we send is never malformed. Reading it back costs microseconds, once a chunk of megabytes.
+    """
+    try:
+        body = _ENCODER.encode(message)
+        _DECODER.decode(body)
+    except (ValueError, OverflowError, TypeError) as error:
+        raise CallerError(f"{type(message).__name__} would be refused by every peer: {error}") from error
     if len(body) + _HEADER.size > max_bytes:
         raise CapacityError(f"{type(message).__name__} is too long: got={len(body) + _HEADER.size}, most={max_bytes}")
     return _HEADER.pack(MAGIC, WIRE_VERSION) + body
