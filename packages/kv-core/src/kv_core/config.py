@@ -55,7 +55,8 @@ class ManagerConfig:
     A window below `max_sequence_length` is a sliding one. `onboard` False keeps every block on the device. Blocks of
     at least `offload_min_priority` move to the next tier instead of being dropped. The last `max_rewind` tokens of a
     request count as unconfirmed: they may be taken back, so a sliding window keeps what it would then need.
-    `event_buffer_size` 0 means no events; otherwise it bounds the events that wait for a reader.
+    `event_buffer_size` 0 means no events; otherwise it bounds the events that wait for a reader. Under attention data
+    parallelism events name `rank`, of `num_ranks`.
     """
 
     tokens_per_block: int
@@ -71,12 +72,16 @@ class ManagerConfig:
     max_rewind: int = 0
     event_buffer_size: int = 0
     order: Order = Order.LRU
+    rank: int | None = None
+    num_ranks: int | None = None
 
     def __post_init__(self) -> None:
         if min(self.tokens_per_block, self.max_sequence_length, self.max_beam_width) < 1:
             raise CallerError(f"blocks, sequences and beams are at least 1: {self}")
         if min(self.max_rewind, self.event_buffer_size, self.offload_min_priority) < 0:
             raise CallerError(f"limits are not negative: {self}")
+        if (self.rank is None) != (self.num_ranks is None) or not 0 <= (self.rank or 0) < (self.num_ranks or 1):
+            raise CallerError(f"a rank is one of so many: rank={self.rank}, num_ranks={self.num_ranks}")
         sizes = [window.window for window in self.windows]
         if not sizes or sizes != sorted(set(sizes)):
             raise CallerError(f"windows are distinct and ascending: windows={sizes}")

@@ -99,3 +99,18 @@ class EventLog:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+
+def merged(by_rank: Sequence[Sequence[Event]], max_size: int) -> list[Event]:
+    """What the ranks of an attention-DP group published, as one stream (core spec 12.2).
+
+    Rank by rank, each in its own order; an event names its rank. At most `max_size` events a rank are kept, the latest;
+    a `Reset` of that rank stands for what was lost.
+    """
+    stream: list[Event] = []
+    for rank, events in enumerate(by_rank):
+        lost = len(events) - max_size
+        if lost > 0:
+            stream.append(Event(events[lost].event_id, 0, Reset(lost), rank))
+        stream += [Event(event.event_id, event.window, event.payload, rank) for event in events[max(0, lost) :]]
+    return stream

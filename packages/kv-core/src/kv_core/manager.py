@@ -168,6 +168,10 @@ class KVCacheManager:
         """Tokens that the request has room for."""
         return self._registry.find(request_id).num_tokens
 
+    def beam_width(self, request_id: RequestId) -> int:
+        """Beams of the request."""
+        return self._registry.find(request_id).beam_width
+
     def block_ids(self, request_id: RequestId, window: int, beam: int = 0) -> list[BlockId | None]:
         """The request's table, a copy. None where a sliding window holds no block any more."""
         return self._table(request_id, window, beam)[1].beam_ids(beam)

@@ -31,7 +31,7 @@ class Registry:
     def __init__(self, config: ManagerConfig, clock_ms: Callable[[], int], external: ExternalCache | None) -> None:
         self.config = config
         self.copies = CopyLog()
-        self.events = EventLog(config.event_buffer_size) if config.event_buffer_size else None
+        self.events = EventLog(config.event_buffer_size, config.rank) if config.event_buffer_size else None
         self.windows = [Window(config, window, self.copies, self.events, clock_ms) for window in config.windows]
         self.sizes = {window.size: at for at, window in enumerate(self.windows)}
         self.sequences: dict[RequestId, Sequence] = {}
