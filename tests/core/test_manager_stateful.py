@@ -140,7 +140,7 @@ def run_hypothesis(num_examples, num_steps):
 
 
 def test_drawn_operations():
-    run_hypothesis(100, 50)
+    run_hypothesis(120, 50)
 
 
 @pytest.mark.parametrize("world", range(len(WORLDS)))
