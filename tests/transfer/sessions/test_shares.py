@@ -59,10 +59,10 @@ def test_control_without_shares_it_keeps_all(monkeypatch):
         assert "deadline" in d.outcome("d0", others=[p]).reason
 
 
-def test_a_stopped_receiver_keeps_half_of_the_senders_staging():
+def test_a_stopped_receiver_keeps_half_of_the_senders_staging(monkeypatch):
     hub, held = LoopbackHub(), set()
     faults = Switches()
-    faults.before_write = lambda session, seq: session in held
+    monkeypatch.setattr(faults, "before_write", lambda session, seq: session in held)
     p = make_side(hub, "p", state_of(), SMALL, faults)
     with sides(p, make_side(hub, "slow", state_of()), make_side(hub, "healthy", state_of())) as (_, slow, d):
         receiver = slow.cores[0].loads.receiver
@@ -73,7 +73,7 @@ def test_a_stopped_receiver_keeps_half_of_the_senders_staging():
             held.add(session.name)
             return session
 
-        receiver.open = opened
+        monkeypatch.setattr(receiver, "open", opened)
         for number in range(NUM_LOADS):
             slow.order(p, p.offer(f"s{number}"), f"slow{number}")
         wait_for(lambda: p.arenas[0].num_leases >= NUM_REGIONS // 2, what="chunks for the slow one")
