@@ -1,5 +1,7 @@
 """A prompt prefilled by one engine is answered by another of another shape as a single engine answers it."""
 
+import re
+
 import pytest
 
 from kv_testing.answers import Question, ask, ask_by_hand
@@ -47,6 +49,15 @@ def test_several_prompts_in_one_call(fleet, run, tally, fresh_prompt, pair):
     prompts = tuple(fresh_prompt(num_tokens) for num_tokens in (70, 1, 3 * BLOCK, 45))
     moved = _moved(fleet, pair, run, tally, Question(prompts))
     assert moved == sum(len(prompt) - 1 for prompt in prompts) * BYTES_PER_TOKEN
+
+
+def test_the_bytes_take_the_transport_that_was_named(fleet, run, tally, fresh_prompt):
+    _moved(fleet, ("P1", "D1"), run, tally, Question((fresh_prompt(BLOCK),)))
+    log = fleet.engine("D1").program.log.read_text()
+    # UCX names what two workers of one host talk through: "intra-node cfg#1 ... am(tcp/lo cma/memory) ..."
+    ways = set(re.findall(r"(\w+)/(?:memory|lo|eth\d+)", " ".join(re.findall(r"intra-node cfg#.*", log))))
+    assert ways, "UCX did not log what it uses"
+    assert (ways == {"tcp"}) is (fleet.transport == "tcp"), ways
 
 
 def test_the_same_prompt_again_moves_nothing_new(fleet, run, tally, fresh_prompt):

@@ -36,8 +36,11 @@ LEASE_S = 20.0
 DEADLINE_S = 8.0
 START_S = 480.0
 WARM_UP_S = 120.0
-TRANSPORTS: Mapping[str, Mapping[str, str]] = {"shm": {}, "tcp": {"UCX_TLS": "tcp"}}
-"""UCX finds shared memory by itself; told to use TCP alone, two engines talk as if on two hosts."""
+TRANSPORTS: Mapping[str, Mapping[str, str]] = {
+    "shm": {"UCX_LOG_LEVEL": "info"},
+    "tcp": {"UCX_LOG_LEVEL": "info", "UCX_TLS": "tcp"},
+}
+"""UCX finds shared memory by itself; told to use TCP alone, two engines talk as if on two hosts. It logs what it took."""
 
 # Another connector shows whether a failure is the harness's or ours; tests that need our hooks are then left out.
 CONNECTOR = os.environ.get("E2E_CONNECTOR", "FerryConnector")

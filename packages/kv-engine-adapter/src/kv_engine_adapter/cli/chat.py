@@ -19,6 +19,10 @@ _VOYAGE = (
 )
 
 
+class ChatError(RuntimeError):
+    """A server did not answer; names it and says what it said."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reply:
     """What came back, and when its first token did."""
@@ -38,6 +42,14 @@ class Chat:
 
     def ask(self, url: str, *, salt: str | None = None, listen: Callable[[str], None] = lambda _: None) -> Reply:
         """Ask, and hand each piece of text to `listen` as it arrives; `salt` keeps the prefix cache out of it."""
+        from openai import OpenAIError
+
+        try:
+            return self._ask(url, salt, listen)
+        except OpenAIError as error:
+            raise ChatError(f"{url} did not answer {self.title!r}: {error}") from error
+
+    def _ask(self, url: str, salt: str | None, listen: Callable[[str], None]) -> Reply:
         began = time.perf_counter()
         pieces: list[str] = []
         first_s, usage = 0.0, None
@@ -66,7 +78,7 @@ class Chat:
 
 
 def _voyages(num_voyages: int) -> str:
-    log = "".join(_VOYAGE.format(n=7 * voyage + num_voyages) for voyage in range(num_voyages))
+    log = "".join(_VOYAGE.format(n=7 * voyage + num_voyages + 2) for voyage in range(num_voyages))
     return f"{log}What did the keeper of the light answer?"
 
 

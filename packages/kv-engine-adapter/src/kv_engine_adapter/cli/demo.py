@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kv_engine_adapter.cli.chat import CONVERSATIONS, Chat, Reply
+from kv_engine_adapter.cli.chat import CONVERSATIONS, Chat, ChatError, Reply
 from kv_engine_adapter.cli.engines import Engine, EngineConfig, Router, start_engine, start_router, wait_ready
 from kv_engine_adapter.cli.processes import ProcessGuard, ProgramError
 from kv_engine_adapter.cli.progress import Progress
@@ -57,13 +57,14 @@ def main(arguments: Sequence[str] | None = None, *, model: Path | None = None) -
     """Run the demo; answers the exit code. `model` is where the model is unless the command line says otherwise."""
     options = _parser(model).parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(143))
+    logs = options.logs or Path(tempfile.mkdtemp(prefix="kvferry-demo-"))
     try:
-        return _demo(options.model, options.connector, options.logs or Path(tempfile.mkdtemp(prefix="kvferry-demo-")))
+        return _demo(options.model, options.connector, logs)
     except KeyboardInterrupt:
         print("\nStopped; all servers are gone.")
         return 130
-    except ProgramError as error:
-        print(f"\nThe demo cannot go on: {error}", file=sys.stderr)
+    except (ProgramError, ChatError, ModuleNotFoundError) as error:
+        print(f"\nThe demo cannot go on: {error}\nThe servers' logs are in {logs}", file=sys.stderr)
         return 1
 
 
@@ -88,12 +89,14 @@ def _demo(model: Path, connector: str, logs: Path) -> int:
 def _servers(model: Path, connector: str, logs: Path) -> Iterator[Stage]:
     prefill = EngineConfig(name="prefill", model=model, tensor_ranks=2, cores=("0", "1"), connector=connector)
     decode = EngineConfig(name="decode", model=model, tensor_ranks=1, cores=("1",), connector=connector)
+    print("Starting a prefill engine (TP 2), a decode engine (TP 1) and a router; about a minute on two cores.")
     with ProcessGuard() as guard:
-        print("Starting a prefill engine (TP 2), a decode engine (TP 1) and a router; about a minute on two cores.")
-        stage = _start(guard, prefill, decode, logs)
-        wait_ready([stage.prefill, stage.decode, stage.router], timeout_s=START_S, watch=Progress(sys.stdout))
-        yield stage
-        print("Stopping the servers.")
+        try:
+            stage = _start(guard, prefill, decode, logs)
+            wait_ready([stage.prefill, stage.decode, stage.router], timeout_s=START_S, watch=Progress(sys.stdout))
+            yield stage
+        finally:
+            print("\nStopping the servers.", flush=True)
 
 
 def _start(guard: ProcessGuard, prefill: EngineConfig, decode: EngineConfig, logs: Path) -> Stage:
@@ -103,6 +106,7 @@ def _start(guard: ProcessGuard, prefill: EngineConfig, decode: EngineConfig, log
 
 def _warm_up(stage: Stage) -> None:
     """Let both engines meet, and pay for everything that is paid for once."""
+    print("Warming up: every engine computes, and the two meet.", flush=True)
     hello = Chat("hello", "Ahoy!")
     for url in (stage.router.url, stage.prefill.url, stage.decode.url):
         hello.ask(url, salt="warm-up")
