@@ -40,8 +40,8 @@ def _wanted(item: pytest.Item) -> set[str]:
     """The engines a test will use: those of its pair and the one that answers alone, or those its module names."""
     if not isinstance(item, pytest.Function) or "fleet" not in item.fixturenames:
         return set()
-    parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    return {*parameters["pair"], "P1"} if "pair" in parameters else set(item.module.ENGINES)
+    pair = item.callspec.params.get("pair") if hasattr(item, "callspec") else None
+    return {*pair, "P1"} if isinstance(pair, tuple) else set(item.module.ENGINES)
 
 
 @pytest.fixture(autouse=True)

@@ -40,7 +40,7 @@ TRANSPORTS: Mapping[str, Mapping[str, str]] = {
     "shm": {"UCX_LOG_LEVEL": "info"},
     "tcp": {"UCX_LOG_LEVEL": "info", "UCX_TLS": "tcp"},
 }
-"""UCX finds shared memory by itself; told to use TCP alone, two engines talk as if on two hosts. It logs what it took."""
+"""UCX finds shared memory by itself; told to use TCP alone, two engines talk as if on two hosts. It logs its choice."""
 
 # Another connector shows whether a failure is the harness's or ours; tests that need our hooks are then left out.
 CONNECTOR = os.environ.get("E2E_CONNECTOR", "FerryConnector")
