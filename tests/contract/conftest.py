@@ -21,8 +21,10 @@ def pytest_configure(config):
 def pytest_deselected(items):
     """Heavy cases that are left to `make test-long` are reported too."""
     for item in items:
-        case = getattr(item, "callspec", None) and item.callspec.params.get("case")
-        if case is not None and case.is_heavy and item.path.name == "test_cases.py":
+        if item.path != HERE / "test_cases.py" or not hasattr(item, "callspec"):
+            continue
+        case = item.callspec.params.get("case")
+        if case is not None and case.is_heavy:
             pending = Verdict("pending", reason="heavy: runs with -m long")
             item.config.stash[LINES].append(pending.line(case.file, case.name))
 
