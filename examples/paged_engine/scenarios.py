@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from kv_core.config import ManagerConfig, WindowConfig
+from kv_core.config import ManagerConfig, Order, WindowConfig
 from kv_core.keys import Scope
 from kv_core.layout import cache_pools
 from kv_core.manager import KVCacheManager
@@ -67,6 +67,7 @@ class Scenario:
     reuse: bool = True
     partial_reuse: bool = True
     copy_on_partial: bool = True
+    order: Order = Order.LRU
     beam_width: int = 1
     num_drafts: int = 0
     scopes: tuple[Scope, ...] = (NO_SCOPE,)
@@ -87,6 +88,7 @@ class Scenario:
             partial_reuse=self.partial_reuse,
             copy_on_partial=self.copy_on_partial,
             max_rewind=self.num_drafts,
+            order=self.order,
         )
 
 
@@ -180,9 +182,10 @@ COPY = Scenario(
 )
 PRESSURE = Scenario(
     name="eviction under pressure",
-    blocks=((36, 0, 0),),
+    blocks=((32, 0, 0),),
     happened=lambda played: played.total("num_dropped") > 0 and played.totals.num_preempted > 0,
 )
+SCAN_RESISTANT = replace(PRESSURE, name="eviction by S3-FIFO", order=Order.S3_FIFO)
 HOST = Scenario(name="host tier", blocks=((36, 60, 0),), happened=_went_down)
 DISK = Scenario(name="host and disk tier", blocks=((36, 20, 100),), happened=_came_from_disk)
 DISK_IN_THREADS = replace(DISK, name="host and disk tier, threads", num_copy_workers=2)
@@ -240,6 +243,7 @@ SCENARIOS = (
     PARTIAL,
     COPY,
     PRESSURE,
+    SCAN_RESISTANT,
     HOST,
     DISK,
     DISK_IN_THREADS,
