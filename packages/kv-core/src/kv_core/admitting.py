@@ -21,55 +21,53 @@ from kv_core.window import Window
 
 def carry_out(window: Window, sequence: Sequence, table: Table, decided: Plan) -> None:
     """Do what was planned."""
-    source = decided.source
-    if decided.inside < decided.run.count:
-        upper = window.cut(decided.run, decided.inside)
-        if source is not None and source.run is decided.run:
-            source = source._replace(inside=source.inside - decided.inside)
-        tail = upper
-    else:
-        tail = decided.run
+    run, source, start = decided.run, decided.source, decided.start
+    tail = window.cut(run, decided.inside) if decided.inside < run.count else run
+    if source is not None and source.run is run and tail is not run:
+        source = source._replace(inside=source.inside - decided.inside)
     window.move_anchor(table, tail)
-    if decided.start:
-        window.border(tail, decided.start)
-    window.hold(tail, decided.start)
-    _apply_wishes(window, sequence, tail, decided)
-    _take(window, sequence, table, tail, decided, source)
-    _count(window, decided)
-
-
-def _take(window: Window, sequence: Sequence, table: Table, tail: Run, decided: Plan, source: Source | None) -> None:
-    lower = [run for run in _path(tail, decided.start) if run.tier != Tier.DEVICE]
-    if source is not None and decided.takes_over:
-        own = _take_over(window, source)
-        [(_, _, wish)] = sequence.wished(decided.num_whole, decided.num_whole + 1)
-        kept = Retention(own.priority, own.duration_ms)
-        if wish.priority is None and kept != Retention(DEFAULT_PRIORITY):
-            window.overrides[own.ids[0]] = kept  # core spec D38
-        lower += [own] if own.tier != Tier.DEVICE else []
-        taken = take_and_onboard(window, lower, decided.num_taken)
-        taken = own.ids + taken
-    else:
-        source_id = None if source is None else source.block_id
-        aside = None if source is None else _set_aside(window, source)
-        taken = take_and_onboard(window, lower, decided.num_taken)
-        if aside is not None:
-            window.unreserve(aside)
-        if source is not None and source_id is not None:
-            is_shared = decided.num_whole < num_shared_blocks(window, sequence)
-            copies = taken[: 1 if is_shared else sequence.beam_width]
-            copy(window, source_id, copies, source.num_tokens)
-    _fill_table(window, sequence, table, tail, decided, taken)
-
-
-def _fill_table(
-    window: Window, sequence: Sequence, table: Table, tail: Run, decided: Plan, taken: "array[int]"
-) -> None:
-    table.start, table.published = decided.start, max(decided.num_whole, decided.start)
+    if start:
+        window.border(tail, start)
+    window.hold(tail, start)
+    if sequence.wishes is not None:
+        _apply_wishes(window, sequence, tail, decided)
+    path = _path(tail, start)
+    taken = _take(window, sequence, path, decided, source)
+    table.start, table.published = start, max(decided.num_whole, start)
     ids = array("i")
-    for run in _path(tail, decided.start):
-        ids += run.ids
+    for ours in path:
+        ids += ours.ids
     add_blocks(sequence, table, ids, taken, num_shared_blocks(window, sequence))
+    window.counters.reused += decided.num_reused
+    window.counters.missed += decided.num_missed
+
+
+def _take(window: Window, sequence: Sequence, path: list[Run], decided: Plan, source: Source | None) -> "array[int]":
+    """The blocks behind the claimed ones; those that are claimed on lower tiers come to the device."""
+    lower = [run for run in path if run.tier != Tier.DEVICE] if window.pool.has_lower_tiers else []
+    if source is None:
+        return take_and_onboard(window, lower, decided.num_taken)
+    if decided.takes_over:
+        own = _take_over(window, source)
+        _keep_as_before(window, sequence, own, decided)
+        lower += [own] if own.tier != Tier.DEVICE else []
+        return own.ids + take_and_onboard(window, lower, decided.num_taken)
+    source_id = source.block_id
+    aside = _set_aside(window, source)
+    taken = take_and_onboard(window, lower, decided.num_taken)
+    if aside is not None:
+        window.unreserve(aside)
+    is_shared = decided.num_whole < num_shared_blocks(window, sequence)
+    copy(window, source_id, taken[: 1 if is_shared else sequence.beam_width], source.num_tokens)
+    return taken
+
+
+def _keep_as_before(window: Window, sequence: Sequence, own: Run, decided: Plan) -> None:
+    """A block that was taken over is kept as long as before unless the request has a wish (core spec D38)."""
+    [(_, _, wish)] = sequence.wished(decided.num_whole, decided.num_whole + 1)
+    kept = Retention(own.priority, own.duration_ms)
+    if wish.priority is None and kept != Retention(DEFAULT_PRIORITY):
+        window.overrides[own.ids[0]] = kept
 
 
 def add_blocks(sequence: Sequence, table: Table, ids: "array[int]", taken: "array[int]", shared: int) -> None:
@@ -87,8 +85,6 @@ def add_blocks(sequence: Sequence, table: Table, ids: "array[int]", taken: "arra
 
 
 def _apply_wishes(window: Window, sequence: Sequence, tail: Run, decided: Plan) -> None:
-    if sequence.wishes is None:
-        return
     for start, stop, wish in sequence.wished(decided.start, decided.num_whole):
         if wish.priority is not None:
             window.border(tail, start)
@@ -130,13 +126,6 @@ def copy(window: Window, source_id: int, block_ids: "array[int]", num_tokens: in
     for block_id in block_ids:
         window.copies.copy(place, window.pool.place(block_id), num_tokens)
     window.counters.copied += len(block_ids)
-
-
-def _count(window: Window, decided: Plan) -> None:
-    if not window.config.reuse:
-        return
-    window.counters.reused += decided.num_whole + (decided.source is not None)
-    window.counters.missed += decided.num_missed
 
 
 def _path(tail: Run, start: int) -> list[Run]:

@@ -40,6 +40,7 @@ class Plan(NamedTuple):
     num_needed: int
     num_available: int
     num_claimed: int
+    num_reused: int
     num_missed: int
 
     @property
@@ -132,7 +133,10 @@ def plan(window: Window, sequence: Sequence, found: Match, length: int) -> Plan:
             num_empty -= 1
             num_claimed += is_free and source.run.tier == Tier.DEVICE
             num_onboarded += source.run.tier != Tier.DEVICE
-    num_missed = num_positions - (source is not None)
+    num_reused = num_missed = 0
+    if window.config.reuse:
+        num_reused = num_whole + (source is not None)
+        num_missed = num_positions - (source is not None)
     num_needed = num_empty + num_onboarded
     return Plan(
         length,
@@ -146,6 +150,7 @@ def plan(window: Window, sequence: Sequence, found: Match, length: int) -> Plan:
         num_needed,
         available,
         num_claimed,
+        num_reused,
         num_missed,
     )
 

@@ -44,7 +44,7 @@ def publish(window: Window, sequence: Sequence, table: Table, filled: Filled) ->
         withdraw_partial(window, sequence, table)
     chain = _Chain(window, sequence, table, log, filled.keys)
     chain.bridge(min(table.start, filled.stop))
-    for start, stop, wish in list(window.wished(sequence, table, max(table.published, table.start), filled.stop)):
+    for start, stop, wish in window.wished(sequence, table, max(table.published, table.start), filled.stop):
         chain.blocks(start, stop, wish)
     if filled.tail_tokens and table.published == filled.stop and not table.stuck:
         chain.partial(filled)
@@ -123,8 +123,8 @@ class _Chain:
         run = Run(table.tail, at, tokens, table.ids[at - table.start : at - table.start + 1], self.block_bytes)
         run.is_partial = True
         self._link(run, at + 1)
-        wishes = list(window.wished(self.sequence, table, at, at + 1))
-        run.priority, run.duration_ms = _or_default(wishes[0][2], run)
+        [(_, _, wish)] = window.wished(self.sequence, table, at, at + 1)
+        run.priority, run.duration_ms = _or_default(wish, run)
         self._hold(run)
         table.partial = run
         self.num_stored += 1

@@ -144,30 +144,25 @@ class Registry:
         return max(0, min(matched, sequence.num_tokens - 1 - num_cached))
 
     def _commit(self, sequence: Sequence, plans: list[Plan], num_cached: int, num_external: int) -> Admission:
-        before = self._totals()
+        allocated = fresh = reused = missed = 0
         self._now += 1
         for window, table, plan in zip(self.windows, sequence.tables, plans, strict=True):
             window.now = self._now
+            counters = window.counters
+            allocated -= counters.allocated
+            fresh -= counters.fresh
             carry_out(window, sequence, table, plan)
+            allocated += counters.allocated
+            fresh += counters.fresh
+            reused += plan.num_reused
+            missed += plan.num_missed
         self.sequences[sequence.request_id] = sequence
         sequence.room = self.room(sequence)
         sequence.num_published = num_cached // self.config.tokens_per_block
         self.num_input += sequence.num_tokens
         self.num_cached += num_cached
         self.num_external += num_external
-        after = self._totals()
-        stats = RequestStats(after[0] - before[0], after[1] - before[1], after[2] - before[2], after[3] - before[3])
-        return Admission(num_cached, num_external, stats)
-
-    def _totals(self) -> tuple[int, int, int, int]:
-        allocated = fresh = reused = missed = 0
-        for window in self.windows:
-            counters = window.counters
-            allocated += counters.allocated
-            fresh += counters.fresh
-            reused += counters.reused
-            missed += counters.missed
-        return allocated, fresh, reused, missed
+        return Admission(num_cached, num_external, RequestStats(allocated, fresh, reused, missed))
 
     def probe(self, request: Request, beam_width: int) -> Probe:
         """What admitting the request would find and cost."""

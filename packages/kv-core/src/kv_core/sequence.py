@@ -10,7 +10,6 @@ Law: the first `published` ordinals of a table that are not dropped are in the t
 """
 
 from array import array
-from collections.abc import Iterator
 
 from kv_core.ids import BlockId, RequestId
 from kv_core.keys import BlockKey, Scope
@@ -108,15 +107,15 @@ class Sequence:
             end = ceil_div(self.request.length, tokens_per_block)
             self.wishes = (*runs, (Span(end, 1 << 62), config.decode))
 
-    def wished(self, start: int, stop: int) -> Iterator[tuple[int, int, Retention]]:
+    def wished(self, start: int, stop: int) -> list[tuple[int, int, Retention]]:
         """The wishes for ordinals `start <= i < stop`, in order."""
         if self.wishes is None:
-            if start < stop:
-                yield start, stop, UNSET
-            return
-        for span, wish in self.wishes:
-            if span.start < stop and span.stop > start:
-                yield max(start, span.start), min(stop, span.stop), wish
+            return [(start, stop, UNSET)] if start < stop else []
+        return [
+            (max(start, span.start), min(stop, span.stop), wish)
+            for span, wish in self.wishes
+            if span.start < stop and span.stop > start
+        ]
 
     def forget_behind(self, num_tokens: int, tokens_per_block: int) -> None:
         """Tokens behind the first `num_tokens` never were."""

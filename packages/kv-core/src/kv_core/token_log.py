@@ -67,10 +67,13 @@ class TokenLog:
 def packed(tokens: Sequence[int]) -> bytes:
     """Four bytes a token. CallerError for what does not fit into 32 bits.
 
-    Evidence: array("I", list) takes 6 ns a token, array("i", list) 41 ns, struct.pack 23 ns (CPython 3.11.7, Xeon).
+    Evidence: array("I").fromlist takes 4 ns a token, array("I", list) 6, struct.pack 23, array("i", list) 41; copying
+    the list alone takes 2.5 (CPython 3.11.7, Xeon).
     """
+    words = array("I")
     try:
-        return _little(array("I", tokens))
+        words.fromlist(tokens if type(tokens) is list else list(tokens))
+        return _little(words)
     except OverflowError:
         return _little(array("I", _masked(tokens)))
     except TypeError as error:

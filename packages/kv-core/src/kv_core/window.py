@@ -8,7 +8,7 @@ Law: free blocks are exactly those that nobody holds. In a window that is not sl
 """
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
 from kv_core.config import CacheType, ManagerConfig, WindowConfig
@@ -275,14 +275,16 @@ class Window:
 
     # Tables.
 
-    def wished(self, sequence: Sequence, table: Table, start: int, stop: int) -> Iterator[tuple[int, int, Retention]]:
+    def wished(self, sequence: Sequence, table: Table, start: int, stop: int) -> list[tuple[int, int, Retention]]:
         """How long the private blocks of these ordinals are to be kept, in order."""
-        for first, last, wish in sequence.wished(start, stop):
-            if not self.overrides:
-                yield first, last, wish
-                continue
-            for ordinal in range(first, last):
-                yield ordinal, ordinal + 1, self.overrides.get(table.ids[ordinal - table.start], wish)
+        wishes = sequence.wished(start, stop)
+        if not self.overrides:
+            return wishes
+        return [
+            (ordinal, ordinal + 1, self.overrides.get(table.ids[ordinal - table.start], wish))
+            for first, last, wish in wishes
+            for ordinal in range(first, last)
+        ]
 
     def forget_overrides(self, ids: "array[int]") -> None:
         """These blocks are private no more."""
@@ -303,7 +305,7 @@ class Window:
     def release_span(self, sequence: Sequence, table: Table, start: int, stop: int) -> None:
         """Give up the private blocks of these ordinals, the last first, each with the priority that was wished."""
         if start < stop:
-            for first, last, wish in reversed(list(self.wished(sequence, table, start, stop))):
+            for first, last, wish in reversed(self.wished(sequence, table, start, stop)):
                 self.release_private(table.private_ids(first, last), wish)
 
     def detach(self, sequence: Sequence, table: Table, front: int) -> None:
