@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from kv_core.errors import CallerError
 from kv_core.ids import Incarnation, InstanceId, RequestId, TransferId
 from kv_engine_adapter.known_peers import KnownPeers
+from kv_transfer.agent.cards import MAX_NAME_CHARS
 
 _TRANSFER_ID = re.compile(r"[0-9a-f]{32}")
-_MAX_NAME = 200
 _MAX_PORT_DIGITS = 5
 
 
@@ -105,8 +105,8 @@ def _text(params: Mapping[str, object], field: str) -> str:
     value = params.get(field)
     if value is None:
         raise HandoverError(f"kv_transfer_params.{field}: missing; got the fields {sorted(map(str, params))!s:.200}")
-    if not isinstance(value, str) or not 0 < len(value) <= _MAX_NAME:
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_CHARS:
         raise HandoverError(
-            f"kv_transfer_params.{field}: expected text of 1 to {_MAX_NAME} characters, got {value!r:.80}"
+            f"kv_transfer_params.{field}: expected text of 1 to {MAX_NAME_CHARS} characters, got {value!r:.80}"
         )
     return value
