@@ -3,8 +3,9 @@
 PYTHON ?= $(firstword $(foreach it,python3.11 python3.12 python3.13 python3,$(shell command -v $(it) 2>/dev/null)))
 PY := .venv/bin/python
 RUN := $(PY) -m
-# Seed and number of the long versions, see `make test-long`.
+# Seed of the long versions, and folders of tests to leave it at: `make test-long SEED=1 ONLY=tests/transfer`.
 SEED ?= 0
+ONLY ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup check test test-suite test-long test-packages test-gpu demo bench format clean
@@ -31,7 +32,7 @@ test-packages: setup ## Test each package in an environment of its own, without 
 	$(PY) tools/check_packages.py
 
 test-long: setup ## Run the long versions of tests and write their summary to docs/evidence/
-	$(PY) tools/run_long.py --seed $(SEED)
+	$(PY) tools/run_long.py --seed $(SEED) $(ONLY)
 
 test-gpu: setup ## Run the tests that need one or several GPUs
 	$(RUN) pytest -m "gpu or multi_gpu"

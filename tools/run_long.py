@@ -4,7 +4,7 @@ In:  a seed, and the tests marked `long`.
 Out: docs/evidence/long-<date>-<commit>.md with seed, counts, durations, commit and machine; pytest's exit status.
 Law: the summary is written from pytest's own report, whether the tests passed or not.
 
-Usage: .venv/bin/python tools/run_long.py [--seed 0]     (or `make test-long SEED=0`)
+Usage: .venv/bin/python tools/run_long.py [--seed 0] [PATH ...]     (or `make test-long SEED=0 ONLY="PATH ..."`)
 """
 
 import argparse
@@ -37,20 +37,22 @@ class Outcome:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run the long versions of tests and write their summary.")
     parser.add_argument("--seed", type=int, default=0)
-    seed: int = parser.parse_args().seed
+    parser.add_argument("paths", nargs="*", help="folders or files of tests; all of them if none is named")
+    arguments = parser.parse_args()
+    seed, paths = arguments.seed, tuple(arguments.paths)
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch, "report.xml")
-        status = run(seed, report)
+        status = run(seed, paths, report)
         outcomes = read(report) if report.exists() else []
     if outcomes:
-        print(f"summary: {write_summary(seed, outcomes).relative_to(ROOT)}")
+        print(f"summary: {write_summary(seed, paths, outcomes).relative_to(ROOT)}")
     sys.exit(status)
 
 
-def run(seed: int, report: Path) -> int:
+def run(seed: int, paths: tuple[str, ...], report: Path) -> int:
     """Pytest's exit status; tests find the seed in KVFERRY_SEED, Hypothesis gets it as its own."""
     command = [sys.executable, "-m", "pytest", "-m", "long and not gpu and not multi_gpu", f"--timeout={TIMEOUT_S}"]
-    command += [f"--hypothesis-seed={seed}", f"--junitxml={report}"]
+    command += [f"--hypothesis-seed={seed}", f"--junitxml={report}", *paths]
     return subprocess.run(command, cwd=ROOT, env=os.environ | {"KVFERRY_SEED": str(seed)}).returncode
 
 
@@ -65,26 +67,27 @@ def _outcome(case: ET.Element) -> Outcome:
     return Outcome(name, verdict, float(case.get("time", "0")), notes)
 
 
-def write_summary(seed: int, outcomes: list[Outcome]) -> Path:
+def write_summary(seed: int, paths: tuple[str, ...], outcomes: list[Outcome]) -> Path:
     now, commit = datetime.now(UTC), _commit()
     target = EVIDENCE / f"long-{now:%Y-%m-%d}-{commit}.md"
     EVIDENCE.mkdir(parents=True, exist_ok=True)
-    target.write_text(summary(seed, outcomes, commit, now))
+    target.write_text(summary(seed, paths, outcomes, commit, now))
     return target
 
 
-def summary(seed: int, outcomes: list[Outcome], commit: str, now: datetime) -> str:
+def summary(seed: int, paths: tuple[str, ...], outcomes: list[Outcome], commit: str, now: datetime) -> str:
     """The page: one line on the run, then one row a test."""
     verdicts = ", ".join(
         f"{count} {verdict}" for verdict, count in sorted(Counter(it.verdict for it in outcomes).items())
     )
     seconds = sum(it.seconds for it in outcomes)
+    only = f' ONLY="{" ".join(paths)}"' if paths else ""
     rows = [f"| {it.name} | {it.verdict} | {it.seconds:.1f} | {' '.join(it.notes)} |" for it in outcomes]
     return "\n".join(
         [
             f"# Long tests of {now:%Y-%m-%d}",
             "",
-            f"`make test-long SEED={seed}` at commit {commit}: {verdicts}, {seconds:.0f} s in tests.",
+            f"`make test-long SEED={seed}{only}` at commit {commit}: {verdicts}, {seconds:.0f} s in tests.",
             f"Machine: {os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}.",
             "",
             "| test | verdict | seconds | recorded |",
