@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from kv_core.config import ManagerConfig, Order, WindowConfig
 from kv_core.eviction import Expiries, LruQueue, S3FifoQueue, Stamps, victim_queue
 from kv_core.manager import KVCacheManager
-from kv_core.runs import Run
+from kv_core.runs import NO_WORDS, Run
 from kv_testing.managers import Clock, found, manager, run
 
 ORDERS = pytest.mark.parametrize("order", list(Order))
 
 
 def empty(*ids):
-    return Run(None, 0, b"", array("i", ids))
+    return Run(None, 0, NO_WORDS, array("i", ids))
 
 
 def drain(queue):
@@ -113,9 +113,9 @@ def test_proven_runs_outlive_a_scan():
 
 def test_what_comes_back_after_it_was_dropped_is_proven():
     queue = S3FifoQueue(Stamps(), leaf_first=True, num_blocks=8)
-    root = Run(None, 0, b"", array("i"))
+    root = Run(None, 0, NO_WORDS, array("i"))
     dropped, back, other = (
-        Run(root, 0, content * 4, array("i", [at]), 4) for at, content in enumerate((b"a", b"a", b"b"))
+        Run(root, 0, array("I", [token] * 4), array("i", [at]), 4) for at, token in enumerate((1, 1, 2))
     )
     queue.dropped(dropped, 1)
     queue.published(back)

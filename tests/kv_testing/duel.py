@@ -266,7 +266,7 @@ class Duel:
             waiting: list[tuple] = [(child, (scope,)) for child in root.children.values()]
             while waiting:
                 run, path = waiting.pop()
-                tokens = decoded(run.exact_tokens(), root.width)
+                tokens = decoded(run.content(), root.width)
                 for inside in range(run.count):
                     block = tuple(tokens[inside * window.tokens_per_block : (inside + 1) * window.tokens_per_block])
                     path = (*path, (block, decoded_items(run.items)))

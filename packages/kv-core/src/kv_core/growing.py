@@ -133,7 +133,7 @@ def _shrink_partial(window: Window, sequence: Sequence, table: Table, num_tokens
         window.let_go_one(run)
         table.partial = None
         table.ids.pop()
-    elif table.published * window.tokens_per_block + len(run.tokens) // table.root.width > num_tokens:
+    elif table.published * window.tokens_per_block + table.num_partial_tokens > num_tokens:
         withdraw_partial(window, sequence, table)
 
 

@@ -111,9 +111,7 @@ def snapshot(window: Window) -> list[Event]:
             assert root.parent is not None, "law: chains begin at roots"
             root = root.parent
         parent = run.parent.keys[-1] if run.parent.keys else None
-        piece = StoredPiece(
-            tuple(run.keys), run.exact_tokens(), root.width, window.tokens_per_block, run.tier, run.priority
-        )
+        piece = StoredPiece(tuple(run.keys), run.content(), root.width, window.tokens_per_block, run.tier, run.priority)
         events.append(Event(0, window.size, Stored(parent, root.scope, (piece,))))
     return events
 
@@ -181,9 +179,11 @@ def _check_links(window: Window, runs: list[Run]) -> None:
         assert not run.items or run.count == 1, "law: items start in a run of one block"
         assert run.keys is None or len(run.keys) == run.count, "law: a key a block"
         assert (run.keys is None) == (window.events is None), "law: keys are kept when somebody listens"
-        num_bytes = len(run.tokens) if run.is_partial else len(run.exact_tokens())
-        full_bytes = run.count * run.block_bytes
-        assert 0 < num_bytes < full_bytes if run.is_partial else num_bytes == full_bytes, "law: a run has its tokens"
+        if run.is_partial:
+            assert 0 < len(run.tokens) < run.block_words, "law: a block that is not full has tokens"
+        else:
+            assert len(run.words(run.count)) == run.count * run.block_words, "law: a run has its tokens"
+            assert len(run.tokens) * 2 <= run.count * run.block_words * 3, "law: at most half as much again is kept"
         if run.is_hole:
             assert window.is_sliding, "law: only a sliding window has holes"
             assert run.children or run.anchors, "law: a hole leads somewhere"

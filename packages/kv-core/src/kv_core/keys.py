@@ -65,7 +65,8 @@ def block_keys(tokens: Sequence[int], scope: Scope, tokens_per_block: int) -> li
         raise CallerError(f"a block holds at least one token: tokens_per_block={tokens_per_block}")
     stop = len(tokens) // tokens_per_block
     items = encoded_items(scope, tokens_per_block)
-    return chain_keys(scope_key(scope), _packed(tokens), tokens_per_block * TOKEN_BYTES, Span(0, stop), items)
+    packed = _packed(tokens[: stop * tokens_per_block])
+    return chain_keys(scope_key(scope), packed, tokens_per_block * TOKEN_BYTES, Span(0, stop), items)
 
 
 def chain_keys(
@@ -77,15 +78,15 @@ def chain_keys(
     *,
     plain: bool = True,
 ) -> list[BlockKey]:
-    """The keys of the blocks `ordinals` of some content, behind a block (or scope) of key `parent`.
+    """The keys of the blocks `ordinals`, whose tokens are `content`, behind a block (or scope) of key `parent`.
 
     The last block may be shorter. `items` are those of `encoded_items`. If not `plain`, a token has 16 bytes, as
     TokenLog packs tokens with extra ids.
     """
     tag = _BLOCK_TAG if plain else _QUALIFIED_TAG
     keys: list[BlockKey] = []
-    for at in ordinals:
-        block = content[at * block_bytes : (at + 1) * block_bytes]
+    for first, at in zip(range(0, len(content), block_bytes), ordinals, strict=True):
+        block = content[first : first + block_bytes]
         encoded = items.get(at, _NO_ITEMS) if items else _NO_ITEMS
         parent = BlockKey(sha256(tag + parent + _SIZE(len(block)) + block + encoded).digest())
         keys.append(parent)

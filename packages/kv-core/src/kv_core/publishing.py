@@ -20,7 +20,7 @@ from kv_core.runs import Run
 from kv_core.sequence import Sequence, Table
 from kv_core.tiers import Tier
 from kv_core.token_log import TokenLog
-from kv_core.tree import next_item
+from kv_core.tree import common_blocks, next_item
 from kv_core.window import Window
 
 
@@ -57,8 +57,7 @@ def _anything_new(table: Table, filled: Filled) -> bool:
         return True
     if filled.stop < table.published or not filled.tail_tokens or filled.stop < table.start:
         return False
-    width = table.root.width
-    return table.partial is None or len(table.partial.tokens) < filled.tail_tokens * width
+    return table.partial is None or table.num_partial_tokens < filled.tail_tokens
 
 
 class _Chain:
@@ -71,9 +70,10 @@ class _Chain:
         self.sequence = sequence
         self.table = table
         self.items = log.items
-        self.content = log.content
+        self.words = log.words
         self.width = log.width
-        self.block_bytes = log.width * window.tokens_per_block
+        self.token_words = log.token_words
+        self.block_words = log.block_words
         self.keys = keys
         self.num_stored = 0
         self._news: list[Run] = []
@@ -116,11 +116,11 @@ class _Chain:
         at = filled.stop
         if at >= table.stop or at in self.items or at < table.start:
             return
-        first = at * self.block_bytes
-        tokens = self.content[first : first + filled.tail_tokens * self.width]
-        if tokens in table.tail.children:
+        first = at * self.block_words
+        tokens = self.words[first : first + filled.tail_tokens * self.token_words]
+        if tokens.tobytes() in table.tail.children:
             return
-        run = Run(table.tail, at, tokens, table.ids[at - table.start : at - table.start + 1], self.block_bytes)
+        run = Run(table.tail, at, tokens, table.ids[at - table.start : at - table.start + 1], self.block_words)
         run.is_partial = True
         self._link(run, at + 1)
         [(_, _, wish)] = window.wished(self.sequence, table, at, at + 1)
@@ -141,23 +141,24 @@ class _Chain:
 
     def _piece(self, run: Run) -> StoredPiece:
         keys = tuple(run.keys or ())
-        return StoredPiece(keys, run.tokens, self.width, self.window.tokens_per_block, run.tier, run.priority)
+        return StoredPiece(keys, run.content(), self.width, self.window.tokens_per_block, run.tier, run.priority)
 
     def _child(self, at: int) -> Run | None:
-        key = self.content[at * self.block_bytes : (at + 1) * self.block_bytes]
+        key = self.words[at * self.block_words : (at + 1) * self.block_words].tobytes()
         if self.items and at in self.items:
             key += self.items[at]
         return self.table.tail.children.get(key)
 
     def _cut_to(self, child: Run, at: int, stop: int) -> Run:
         """The part of the child that the table's content shares, as a run of its own."""
-        common = self.window.tree.common_blocks(child, self.content, at, stop, self.block_bytes)
+        common = common_blocks(child, self.words, at, stop)
         return self.window.cut(child, common) if common < child.count else child
 
     def _new_run(self, at: int, stop: int, ids: "array[int]") -> Run:
-        tokens = self.content[at * self.block_bytes : stop * self.block_bytes]
-        run = Run(self.table.tail, at, tokens, ids, self.block_bytes)
+        run = Run(self.table.tail, at, self.words, ids, self.block_words)
+        run.base = at * self.block_words
         run.count = stop - at
+        run.settle()
         if self.items and at in self.items:
             run.items = self.items[at]
         self._link(run, stop)

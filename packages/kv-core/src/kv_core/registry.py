@@ -190,7 +190,7 @@ class Registry:
             return None
         extras = tuple(item for item in request.scope.extras if item[1] < stop)
         scope = Scope(request.scope.lora, request.scope.salt, extras)
-        return MissingPrefix(scope, stop, log.content[: stop * log.width])
+        return MissingPrefix(scope, stop, log.content(0, stop))
 
     # Growing and shrinking.
 
@@ -292,9 +292,9 @@ class Registry:
 
     def _chain(self, sequence: Sequence, log: TokenLog, num_tokens: int, ordinals: Span) -> list[BlockKey]:
         parent = sequence.keys[ordinals.start - 1] if ordinals.start else scope_key(sequence.request.scope)
-        content = log.content if num_tokens == len(log) else log.content[: num_tokens * log.width]
-        block_bytes = self.config.tokens_per_block * log.width
-        return chain_keys(parent, content, block_bytes, ordinals, log.items, plain=log.width == PLAIN_BYTES)
+        size = self.config.tokens_per_block
+        content = log.content(ordinals.start * size, min(num_tokens, ordinals.stop * size))
+        return chain_keys(parent, content, size * log.width, ordinals, log.items, plain=log.width == PLAIN_BYTES)
 
 
 def _usable(sequence: Sequence) -> int:

@@ -5,7 +5,7 @@ Out: `Run`, a node of the reuse tree (or a stretch of empty blocks outside of it
 Law: all blocks of a run have the same holders, priority, duration, expiry and tier, and neighbouring places in the
      order of victims. Cutting changes nothing that can be observed; the lower part stays the object that it was.
 
-    tokens   |block 0|block 1|block 2|     width * tokens_per_block bytes each
+    tokens   |block 0|block 1|block 2|     `block_words` words each, from word `base` of an array on
     ids      |   17  |   4   |   9   |     empty in a hole: the way to descendants, without blocks
     stamp    |  s+2  |  s+1  |   s   |     the last block is the first victim
 """
@@ -16,8 +16,11 @@ from typing import Final
 
 from kv_core.keys import BlockKey
 from kv_core.retention import DEFAULT_PRIORITY
+from kv_core.token_log import little
 
-NO_IDS: Final = array("i")
+NO_WORDS: Final = array("I")
+_SLACK: Final = 3
+"""A run may keep an array alive of which it uses two of three words; what is less is copied."""
 
 
 class Run:
@@ -29,7 +32,8 @@ class Run:
 
     __slots__ = (
         "anchors",
-        "block_bytes",
+        "base",
+        "block_words",
         "children",
         "count",
         "duration_ms",
@@ -56,14 +60,15 @@ class Run:
     )
 
     def __init__(
-        self, parent: "Run | None", start: int, tokens: bytes, ids: "array[int]", block_bytes: int = 0
+        self, parent: "Run | None", start: int, tokens: "array[int]", ids: "array[int]", block_words: int = 0
     ) -> None:
         self.parent = parent
         self.start = start
         self.tokens = tokens
         self.ids = ids
         self.count = len(ids)
-        self.block_bytes = block_bytes
+        self.base = 0
+        self.block_words = block_words
         self.items = b""
         self.is_partial = False
         self.keys: list[BlockKey] | None = None
@@ -137,49 +142,65 @@ class Run:
 
     def key(self) -> bytes:
         """The bytes under which the parent knows the run."""
-        if self.items or self.is_partial:
-            return self.tokens + self.items
-        return self.tokens[: self.block_bytes]
+        if self.is_partial:
+            return self.tokens.tobytes()
+        first = self.tokens[self.base : self.base + self.block_words].tobytes()
+        return first + self.items if self.items else first
 
     def block(self, inside: int) -> bytes:
         """The tokens of one block."""
-        return self.tokens[inside * self.block_bytes : (inside + 1) * self.block_bytes]
+        if self.is_partial:
+            return self.tokens.tobytes()
+        first = self.base + inside * self.block_words
+        return self.tokens[first : first + self.block_words].tobytes()
 
-    def exact_tokens(self) -> bytes:
-        """The tokens of all blocks; those of blocks that were given up are dropped now."""
-        if len(self.tokens) > self.count * self.block_bytes:
-            self.tokens = self.tokens[: self.count * self.block_bytes]
-        return self.tokens
+    def words(self, count: int) -> "array[int]":
+        """The tokens of the first `count` blocks."""
+        return self.tokens[self.base : self.base + count * self.block_words]
+
+    def content(self) -> bytes:
+        """All tokens as bytes, little-endian."""
+        return little(self.tokens if self.is_partial else self.words(self.count))
 
     def shorten(self, count: int) -> None:
-        """The last `count` blocks, but not all, are given up. Tokens are dropped when they are half of what is kept."""
+        """The last `count` blocks, but not all, are given up."""
         del self.ids[-count:]
         self.count -= count
         if self.keys is not None:
             del self.keys[-count:]
-        if len(self.tokens) > 2 * self.count * self.block_bytes:
-            self.exact_tokens()
+        self.settle()
+
+    def settle(self) -> None:
+        """Copy the tokens if they are a small part of what they keep alive."""
+        num_words = self.count * self.block_words
+        if len(self.tokens) * 2 > num_words * _SLACK:
+            self.tokens = self.words(self.count)
+            self.base = 0
 
     def cut(self, count: int) -> "Run":
         """Give the first `count` blocks to a new run above; self keeps the rest. Returns the new run.
 
         A caller that keeps victims in order must enter the new run there if it has a stamp.
         """
-        parent, block_bytes = self.parent, self.block_bytes
+        parent = self.parent
         assert parent is not None, "law: what is cut is in the tree"
-        tokens = self.exact_tokens()
-        upper = Run(parent, self.start, tokens[: count * block_bytes], self.ids[:count], block_bytes)
+        upper = Run(parent, self.start, self.tokens, self.ids[:count], self.block_words)
+        upper.base = self.base
         upper.count = count
-        parent.replace(upper.key(), upper)
+        parent.replace(self.key(), upper)
         upper.priority, upper.duration_ms, upper.expires_at = self.priority, self.duration_ms, self.expires_at
         upper.rank, upper.holders, upper.tier = self.rank, self.holders, self.tier
         upper.used, upper.hot = self.used, self.hot
         if self.keys is not None:
             upper.keys, self.keys = self.keys[:count], self.keys[count:]
-        self.tokens = tokens[count * block_bytes :]
+        self.base += count * self.block_words
         self.ids = self.ids[count:]
         self.start += count
         self.count -= count
+        smaller = upper if count < self.count else self
+        smaller.tokens, smaller.base = smaller.words(smaller.count), 0
+        upper.settle()
+        self.settle()
         self.parent = upper
         if self.stamp is not None:
             upper.stamp = self.stamp + self.count

@@ -47,6 +47,11 @@ class Table:
         """The ordinal behind the last block."""
         return self.start + len(self.ids)
 
+    @property
+    def num_partial_tokens(self) -> int:
+        """Tokens of the published block that is not full."""
+        return 0 if self.partial is None else len(self.partial.tokens) // self.root.token_words
+
     def private_ids(self, start: int, stop: int) -> "array[int]":
         """Blocks of ordinals `start <= i < stop`, of all beams, by ordinal and then by beam."""
         own = self.ids[start - self.start : stop - self.start]

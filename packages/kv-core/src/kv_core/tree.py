@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 from kv_core.keys import Scope
-from kv_core.runs import Run
-from kv_core.token_log import TokenLog, first_item_offset
+from kv_core.runs import NO_WORDS, Run
+from kv_core.token_log import PLAIN_BYTES, TokenLog, first_item_offset
 
 ScopeKey = tuple[str | None, str | None, int]
 
@@ -26,7 +26,7 @@ class Root(Run):
     __slots__ = ("scope", "scope_key")
 
     def __init__(self, scope: Scope, scope_key: ScopeKey) -> None:
-        super().__init__(None, 0, b"", array("i"))
+        super().__init__(None, 0, NO_WORDS, array("i"))
         self.scope = scope
         self.scope_key = scope_key
 
@@ -34,6 +34,11 @@ class Root(Run):
     def width(self) -> int:
         """Bytes a token."""
         return self.scope_key[2]
+
+    @property
+    def token_words(self) -> int:
+        """Words a token."""
+        return 1 if self.width == PLAIN_BYTES else 2
 
 
 class Source(NamedTuple):
@@ -87,18 +92,17 @@ class Tree:
 
         `eligible` says which blocks may serve in part; None: none.
         """
-        content, items = log.content, log.items
-        block_bytes = log.width * self.tokens_per_block
+        words, items, block_words = log.words, log.items, log.block_words
         stop = num_tokens // self.tokens_per_block
         run, at = root, 0
         while at < stop:
-            key = content[at * block_bytes : (at + 1) * block_bytes]
+            key = words[at * block_words : (at + 1) * block_words].tobytes()
             if items and at in items:
                 key += items[at]
             child = run.children.get(key)
             if child is None:
                 break
-            common = self.common_blocks(child, content, at, min(stop, next_item(items, at)), block_bytes)
+            common = common_blocks(child, words, at, min(stop, next_item(items, at)))
             run = child
             at += common
             if common < child.count:
@@ -107,33 +111,12 @@ class Tree:
         source = self._source(run, inside, log, at, num_tokens, eligible) if eligible else None
         return Match(run, inside, at, source)
 
-    def common_blocks(self, run: Run, content: bytes, at: int, stop: int, block_bytes: int) -> int:
-        """How many blocks of the run equal those of the content from ordinal `at` on, before `stop`.
-
-        The first one is known to be equal.
-        """
-        count = run.count
-        if at + count <= stop and content.startswith(run.exact_tokens(), at * block_bytes):
-            return count
-        low, high = 1, min(count, stop - at)  # the first `low` are equal
-        tokens, offset = run.exact_tokens(), at * block_bytes
-        if high <= 1 or content.startswith(tokens[: high * block_bytes], offset):
-            return high
-        high -= 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            if content.startswith(tokens[low * block_bytes : middle * block_bytes], offset + low * block_bytes):
-                low = middle
-            else:
-                high = middle - 1
-        return low
-
     def _source(
         self, run: Run, inside: int, log: TokenLog, at: int, num_tokens: int, eligible: Eligible
     ) -> Source | None:
         """The block that holds most of the tokens behind a match."""
         size = self.tokens_per_block
-        block = log.content[at * size * log.width : min((at + 1) * size, num_tokens) * log.width]
+        block = log.words[at * log.block_words : min((at + 1) * size, num_tokens) * log.token_words].tobytes()
         if not block:
             return None
         items = log.items.get(at, b"")
@@ -178,6 +161,27 @@ class Tree:
                 run = waiting.pop()
                 yield run
                 waiting.extend(run.children.values())
+
+
+def common_blocks(run: Run, words: "array[int]", at: int, stop: int) -> int:
+    """How many blocks of the run equal those of some tokens from ordinal `at` on, before `stop`.
+
+    The first one is known to be equal.
+    """
+    high, size = min(run.count, stop - at), run.block_words
+    if high <= 1:
+        return high
+    ours, theirs = run.words(high), words[at * size : (at + high) * size]
+    if ours == theirs:
+        return high
+    low, high = 1, high - 1  # the first `low` are equal, not more than `high` are
+    while low < high:
+        middle = (low + high + 1) // 2
+        if ours[low * size : middle * size] == theirs[low * size : middle * size]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def next_item(items: dict[int, bytes], at: int) -> int:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kv_core.keys import BlockKey
 from kv_core.retention import DEFAULT_PRIORITY, UNSET
-from kv_core.runs import Run
+from kv_core.runs import NO_WORDS, Run
 from kv_core.tiers import Tier
 from kv_core.window import IN_TRANSIT, Window
 
@@ -212,7 +212,7 @@ def _choose(window: Window, tier: int, count: int) -> list[_Piece]:
         count -= taken
         if run.parent is None:
             window.counters.fresh += taken if tier == Tier.DEVICE else 0
-            chosen.append(_Piece(Run(None, 0, b"", give_up(window, run, taken)[::-1]), moves=False))
+            chosen.append(_Piece(Run(None, 0, NO_WORDS, give_up(window, run, taken)[::-1]), moves=False))
             continue
         if taken < run.count:
             window.cut(run, run.count - taken)
