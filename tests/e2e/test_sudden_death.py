@@ -70,8 +70,8 @@ async def _lose(client, prefill, decode, question, take_away):
         asyncio.create_task(_outcome(client, engine.url, question, offer))
         for engine, offer in zip(decode, params, strict=True)
     ]
-    await asyncio.to_thread(wait_until, lambda: all(_is_loading(engine) for engine in decode), timeout_s=DEADLINE_S / 2)
-    await asyncio.sleep(0.5)
+    waited = await asyncio.to_thread(wait_until, lambda: _is_held(prefill, decode), timeout_s=DEADLINE_S / 2)
+    assert waited < DEADLINE_S / 2, "the writes never came as far as the hook"
     await asyncio.to_thread(take_away)
     return await asyncio.gather(*calls)
 
@@ -84,8 +84,11 @@ async def _outcome(client, url, question, params):
         return refused, time.monotonic() - began
 
 
-def _is_loading(engine):
-    return open_things(engine).get("kvferry:loads_running", 0) > 0
+def _is_held(prefill, decode):
+    """Every decode engine has granted regions, and the prefill engine serves a session on all its ranks for each."""
+    granted = all(open_things(engine).get("kvferry:staging_leases") for engine in decode)
+    sessions = open_things(prefill).get("kvferry:sessions", 0)
+    return granted and sessions >= len(decode) * prefill.config.tensor_ranks
 
 
 def _check_outcomes(outcomes, alone, tally):
