@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from kv_testing.answers import Question, RefusedError, ask, ask_with, prefill_only
+from kv_testing.answers import Question, RefusedError, ask, ask_by_hand, ask_with, prefill_only
 from kv_testing.servers import DEADLINE_S, IS_OURS, LEASE_S, wait_until
 from kv_testing.servers_hooks import bytes_sent, held_writes, open_things, reason_in_log
 
@@ -29,6 +29,7 @@ def test_stopped_past_the_deadline_and_resumed(fleet, run, tally, fresh_prompt):
     question = Question((fresh_prompt(150),))
     alone = run(lambda client: ask(client, fleet.engine("P1").url, question))
     prefill, decode = fleet.engine("P2"), [fleet.engine("D1"), fleet.engine("D2")]
+    _meet(run, prefill, decode, fresh_prompt)
     sent = bytes_sent(prefill)
     try:
         with held_writes(fleet.hooks("P2")):
@@ -51,6 +52,7 @@ def test_killed(fleet, run, tally, fresh_prompt):
     question = Question((fresh_prompt(150),))
     prefill, decode = fleet.engine("P1"), [fleet.engine("D1"), fleet.engine("D2")]
     alone = run(lambda client: ask(client, prefill.url, question))
+    _meet(run, prefill, decode, fresh_prompt)
     try:
         with held_writes(fleet.hooks("P1")):
             outcomes = run(lambda client: _lose(client, prefill, decode, question, prefill.program.kill))
@@ -61,6 +63,13 @@ def test_killed(fleet, run, tally, fresh_prompt):
     assert wait_until(lambda: not any(map(open_things, decode)), timeout_s=settled) < settled
     for engine in decode:
         tally.demand_right(run(lambda client, url=engine.url: ask(client, url, question)), alone)
+
+
+def _meet(run, prefill, decode, fresh_prompt):
+    """Hand over once to each, so that the time of their first meeting is not taken from the deadline of the test."""
+    for engine in decode:
+        question = Question((fresh_prompt(40),))
+        run(lambda client, url=engine.url, asked=question: ask_by_hand(client, prefill.url, url, asked))
 
 
 async def _lose(client, prefill, decode, question, take_away):
