@@ -2,8 +2,8 @@
 
 In:  a Mooncake-format trace; how many of its requests; the claim to measure.
 Out: a table; the last line is one JSON object with `claim`, `ours`, `theirs`, `ratio` (microseconds a request).
-Law: both start from the same Python list of token ids and take turns after every hundred requests, so that both meet the
-     same machine and neither runs in the other's cold caches. Counted is processor time of the thread (others share the machine) for key, match, allocate, store and
+Law: both start from the same Python list of token ids and take turns request by request, so that both meet the same
+     machine. Counted is processor time of the thread (others share the machine) for key, match, allocate, store and
      free. Both have as many blocks in total and see every token.
 
 Claims: plain     tokens compared, no digest; against vLLM with its default and its fastest installed hash
@@ -42,7 +42,6 @@ SLIDING_BLOCKS = 100_000
 """Of all blocks, those of each sliding window: vLLM's windows share one pool, ours are told their part."""
 LONGEST = 1 << 18
 VOCABULARY = 128_000
-TURN = 100
 
 
 class Contender(Protocol):
@@ -185,15 +184,13 @@ def race(trace: Path, num_requests: int, contenders: Sequence[Contender]) -> lis
     timed = [Timed(one) for one in contenders]
     gc.collect()
     gc.freeze()  # as an engine does after its start: what is there now is not looked at again
-    numbered = enumerate(prompts(trace, num_requests))
-    while turn := list(islice(numbered, TURN)):
+    for number, tokens in enumerate(prompts(trace, num_requests)):
         for one in timed:
-            for number, tokens in turn:
-                prepared = one.contender.prepare(number, tokens)
-                sum(tokens)  # a prompt that was just received is in the processor's cache, for each of them
-                started = thread_time_ns()
-                one.contender.serve(prepared)
-                one.nanoseconds.append(thread_time_ns() - started)
+            prepared = one.contender.prepare(number, tokens)
+            sum(tokens)  # a prompt that was just received is in the processor's cache, for each of them
+            started = thread_time_ns()
+            one.contender.serve(prepared)
+            one.nanoseconds.append(thread_time_ns() - started)
     gc.unfreeze()
     return timed
 

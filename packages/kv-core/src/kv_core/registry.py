@@ -198,10 +198,8 @@ class Registry:
         """The length up to which no window has anything to do."""
         if self.config.cache_type is CacheType.CROSS:
             return sequence.num_tokens
-        room = self.config.max_sequence_length
-        for window, table in zip(self.windows, sequence.tables, strict=True):
-            room = min(room, growing.room(window, table))
-        return room
+        fits = min(growing.room(window, table) for window, table in self.pairs(sequence))
+        return min(fits, self.config.max_sequence_length)
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Make room for more tokens where windows have to act; False if there are not enough blocks."""
@@ -275,10 +273,7 @@ class Registry:
             stop, tail_tokens = min(stop, last), 0
         sequence.num_published = max(sequence.num_published, stop)
         filled = Filled(stop, tail_tokens if partial else 0, self._filled_keys(sequence, log, stop, tail_tokens))
-        num_stored = 0
-        for window, table in zip(self.windows, sequence.tables, strict=True):
-            num_stored += publish(window, sequence, table, filled)
-        return num_stored
+        return sum(publish(window, sequence, table, filled) for window, table in self.pairs(sequence))
 
     def _filled_keys(self, sequence: Sequence, log: TokenLog, stop: int, tail_tokens: int) -> list[BlockKey] | None:
         if self.events is None:
