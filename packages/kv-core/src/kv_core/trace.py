@@ -65,7 +65,7 @@ def clairvoyant_hits(requests: Sequence[TraceRequest], num_blocks: int) -> int:
 
     A request holds all its blocks while it runs, like in a real cache; one longer than the cache is not admitted. A
     block is used again whenever a block behind it is, so a chain is given up from its end without further ado. Uses by
-    requests that are not admitted count as well, so this may fall short of the best choice by them; it never exceeds it.
+    requests that are not admitted count as well, so this may fall short of the best choice; it never exceeds it.
     """
     upcoming = _next_uses(requests)
     due: dict[int, int] = {}
