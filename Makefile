@@ -25,8 +25,8 @@ check: setup ## Check format, lint, types and who imports whom
 
 test: check test-packages test-suite ## Run all that CI runs (real vLLM and NIXL included, no GPU)
 
-test-suite: setup ## Run the test suite alone; what fails gets a second chance by itself, since sessions have real deadlines
-	$(RUN) pytest || { test $$? -eq 1 && $(RUN) pytest --last-failed; }
+test-suite: setup ## Run the test suite alone
+	$(RUN) pytest
 
 test-fleet: setup ## Run every end-to-end test: five vLLM engines at once, over shared memory and TCP, and the demo
 	$(RUN) pytest tests/e2e -m "not gpu and not long"

@@ -210,3 +210,26 @@ def test_events_name_their_rank():
     log.created(64, (8,))
     log.flush()
     assert [event.rank for event in log.take(0)] == [1]
+
+
+@pytest.mark.parametrize("amount", [1, 2, 9, 20])
+def test_a_growth_of_any_length_keeps_what_its_first_token_reads(amount):
+    ours = manager(16, windows=(6,))
+    ours.add(request("a", range(100, 111)))
+    assert ours.grow("a", amount)
+    table = ours.block_ids("a", 6)
+    # The token at position 11 reads the positions 6 to 11: blocks 1 and 2. Block 0 is not read any more.
+    assert [block_id is None for block_id in table[:3]] == [True, False, False]
+    assert len(table) == -(-(11 + amount) // 4)
+    assert all(block_id is not None for block_id in table[1:])
+    assert ours.grow("a", 1)
+
+
+def test_a_growth_beyond_the_window_of_a_short_request_has_all_its_blocks():
+    ours = manager(16, windows=(5,))
+    ours.add(request("a", [1]))
+    ours.set_priority(5, ours.block_ids("a", 5)[0], 5)
+    assert ours.grow("a", 20)
+    assert None not in ours.block_ids("a", 5)
+    ours.release("a")
+    assert ours.num_free() == 16

@@ -373,7 +373,7 @@ class Player:
             (3, lambda: self.duel.unpin(self.number())),
             (2, lambda: self.duel.make_writable(self.number(), self.random.randrange(8))),
             (2, lambda: self.duel.extend(self.number(), self.tokens(2))),
-            (1, lambda: self.duel.grow(self.number(), self.random.choice((1, 2, 4)))),
+            (1, lambda: self.duel.grow(self.number(), self.random.choice((1, 2, 4, 9)))),
             (2, lambda: self.duel.wait(self.random.choice((1, 5, 20)))),
             (1, lambda: self.duel.dry_run([self.number(), self.number()])),
             (1, lambda: self.duel.set_priority(self.random.randrange(24), self.random.choice((5, 35, 80)))),

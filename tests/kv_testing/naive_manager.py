@@ -296,11 +296,11 @@ class NaiveManager:
         pairs = list(zip(self.windows, sequence.tables, strict=True))
         for window, table in pairs:
             needed = max(0, ceil_div(length, window.T) - table.stop) * sequence.beam_width
-            dropped = table.blocks(table.start, max(table.start, self.front(window, table, length)))
+            dropped = table.blocks(table.start, max(table.start, self.front(window, table, sequence.num_tokens + 1)))
             if needed > window.num_free() + sum(block.held == 1 for block in dropped):
                 return False
         for window, table in pairs:
-            stop = self.front(window, table, length)
+            stop = self.front(window, table, sequence.num_tokens + 1)
             if sequence.tokens is not None and not sequence.request.is_dummy and sequence.beam_width == 1:
                 known = min(stop, len(sequence.tokens) // window.T)
                 if known > max(table.published, table.start):

@@ -17,17 +17,21 @@ from kv_core.victims import take
 from kv_core.window import Window
 
 
-def front(window: Window, table: Table, num_tokens: int) -> int:
-    """The first ordinal that a window of this length still reads; unconfirmed tokens are taken off before."""
+def front(window: Window, table: Table, num_held: int) -> int:
+    """The first ordinal that the window still reads when tokens follow the `num_held` that the request has room for.
+
+    Why the held ones and not the new length: the first of several new tokens reads a whole window before itself, so
+    a growth of many tokens drops no more than a growth of one. Unconfirmed tokens are taken off before.
+    """
     if not window.is_sliding:
         return 0
-    confirmed = num_tokens - window.config.max_rewind - window.size
+    confirmed = num_held + 1 - window.config.max_rewind - window.size
     return max(table.start, confirmed // window.tokens_per_block)
 
 
 def num_needed(window: Window, sequence: Sequence, table: Table, num_tokens: int) -> int:
     """Blocks to take for a length. CallerError if beams would have to drop blocks, which they share unequally."""
-    if sequence.beam_width > 1 and front(window, table, num_tokens) > table.start:
+    if sequence.beam_width > 1 and front(window, table, sequence.num_tokens) > table.start:
         raise CallerError(f"a sliding window drops no blocks of beams: window={window.size}, num_tokens={num_tokens}")
     return max(0, ceil_div(num_tokens, window.tokens_per_block) - table.stop) * sequence.beam_width
 
@@ -35,12 +39,12 @@ def num_needed(window: Window, sequence: Sequence, table: Table, num_tokens: int
 def can_grow(window: Window, sequence: Sequence, table: Table, num_tokens: int) -> bool:
     """Whether there are enough free blocks for a length, with those that the table will drop."""
     needed = num_needed(window, sequence, table, num_tokens)
-    return needed <= window.num_free or needed <= window.num_free + num_detachable(window, table, num_tokens)
+    return needed <= window.num_free or needed <= window.num_free + num_detachable(window, table, sequence.num_tokens)
 
 
-def num_detachable(window: Window, table: Table, num_tokens: int) -> int:
+def num_detachable(window: Window, table: Table, num_held: int) -> int:
     """Blocks that become free when the table drops what it no longer reads."""
-    stop = front(window, table, num_tokens)
+    stop = front(window, table, num_held)
     first_private = max(table.published, table.start)
     private = table.ids[first_private - table.start : max(0, stop - table.start)]
     found = sum(block_id not in window.pins for block_id in private)
@@ -57,7 +61,7 @@ def num_detachable(window: Window, table: Table, num_tokens: int) -> int:
 
 def grow(window: Window, sequence: Sequence, table: Table, num_tokens: int) -> None:
     """Drop what is no longer read, then take what is missing."""
-    stop = front(window, table, num_tokens)
+    stop = front(window, table, sequence.num_tokens)
     if stop > table.start:
         window.detach(sequence, table, stop)
     needed = num_needed(window, sequence, table, num_tokens)

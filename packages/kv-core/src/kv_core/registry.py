@@ -212,7 +212,7 @@ class Registry:
             if not growing.can_grow(window, sequence, table, length):
                 return False
         for window, table in self.pairs(sequence):
-            self._publish_what_goes(window, sequence, table, growing.front(window, table, length))
+            self._publish_what_goes(window, sequence, table, growing.front(window, table, sequence.num_tokens))
             growing.grow(window, sequence, table, length)
         sequence.num_tokens = length
         sequence.room = self.room(sequence)
