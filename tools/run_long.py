@@ -52,7 +52,7 @@ def main() -> None:
 def run(seed: int, paths: tuple[str, ...], report: Path) -> int:
     """Pytest's exit status; tests find the seed in KVFERRY_SEED, Hypothesis gets it as its own."""
     command = [sys.executable, "-m", "pytest", "-m", "long and not gpu and not multi_gpu", f"--timeout={TIMEOUT_S}"]
-    command += [f"--hypothesis-seed={seed}", f"--junitxml={report}", *paths]
+    command += ["--hypothesis-profile=drawn", f"--hypothesis-seed={seed}", f"--junitxml={report}", *paths]
     return subprocess.run(command, cwd=ROOT, env=os.environ | {"KVFERRY_SEED": str(seed)}).returncode
 
 

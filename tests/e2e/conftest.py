@@ -45,6 +45,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _is_small(item: pytest.Item) -> bool:
+    if item.get_closest_marker("vllm") is None:
+        return True
     params = item.callspec.params if hasattr(item, "callspec") else {}
     return params.get("pair") == ("P1", "D1") and params.get("fleet") == "shm"
 

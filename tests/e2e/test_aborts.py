@@ -33,6 +33,8 @@ def test_the_others_are_right_and_nothing_stays(fleet, run, tally, rng, fresh_pr
     before = _at_rest(fleet)
     plans = [_plan(ordinal, rng, fresh_prompt) for ordinal in range(NUM_REQUESTS)]
     results = run(lambda client: _all(client, fleet, plans))
+    left = {plan.leaves for plan, result in zip(plans, results, strict=True) if isinstance(result, TimeoutError)}
+    assert left == {"prefill", "decode"}, f"nobody left in the middle of a call on some side: {left}"
     # Before anything else is asked: whatever is still held must go by itself.
     waited = wait_until(lambda: _usages(fleet) == before and not _open(fleet), timeout_s=SETTLED_S)
     assert waited <= SETTLED_S, f"usage before={before}, now={_usages(fleet)}; open={_open(fleet)}"
@@ -41,6 +43,17 @@ def test_the_others_are_right_and_nothing_stays(fleet, run, tally, rng, fresh_pr
         assert not isinstance(result, BaseException), f"{plan}: {result!r}"
         alone = run(lambda client, asked=plan.question: ask(client, fleet.engine("P1").url, asked))
         tally.demand_right(result, alone)
+
+
+@pytest.mark.skipif(not IS_OURS, reason="needs the metrics of our connector")
+def test_what_nobody_fetches_is_seen_and_goes_with_its_lease(fleet, run, fresh_prompt):
+    """The control of the test above: what it looks at does show something that stays, and shows its end."""
+    _at_rest(fleet)
+    run(lambda client: prefill_only(client, fleet.engine("P1").url, Question((fresh_prompt(100),))))
+    offered = wait_until(lambda: "kvferry:offers" in _open(fleet).get("P1", {}), timeout_s=LEASE_S / 2)
+    assert offered < LEASE_S / 2
+    assert usage(fleet.engine("P1")) > 0
+    assert wait_until(lambda: not _open(fleet) and not any(_usages(fleet).values()), timeout_s=SETTLED_S) <= SETTLED_S
 
 
 async def _all(client, fleet, plans):
@@ -63,9 +76,11 @@ async def _perhaps_leave(call, plan, side):
 
 def _plan(ordinal: int, rng: random.Random, fresh_prompt) -> Plan:
     prefill, decode = rng.choice([("P1", "D1"), ("P2", "D1"), ("P1", "D2")])
-    leaves = rng.choice(["prefill", "decode"]) if ordinal % 5 == 4 else None
+    side = ("prefill", "decode")[ordinal // 5 % 2] if ordinal < 10 else rng.choice(("prefill", "decode"))
+    leaves = side if ordinal % 5 == 4 else None
     question = Question((fresh_prompt(rng.randint(1, LONGEST_PROMPT)),), num_answer_tokens=64 if leaves else 8)
-    return Plan(prefill, decode, question, leaves, rng.uniform(0.0, 2.0))
+    # The first two who leave do so at once, the others at any moment, perhaps after their call.
+    return Plan(prefill, decode, question, leaves, rng.uniform(0.0, 0.05 if ordinal < 10 else 2.0))
 
 
 def _at_rest(fleet):

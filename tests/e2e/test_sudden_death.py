@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from kv_testing.answers import Question, RefusedError, ask, ask_with, prefill_only
+from kv_testing.answers import Question, RefusedError, ask, ask_by_hand, ask_with, prefill_only
 from kv_testing.servers import DEADLINE_S, IS_OURS, LEASE_S, wait_until
 from kv_testing.servers_hooks import bytes_sent, held_writes, open_things, reason_in_log
 
@@ -29,6 +29,7 @@ def test_stopped_past_the_deadline_and_resumed(fleet, run, tally, fresh_prompt):
     question = Question((fresh_prompt(150),))
     alone = run(lambda client: ask(client, fleet.engine("P1").url, question))
     prefill, decode = fleet.engine("P2"), [fleet.engine("D1"), fleet.engine("D2")]
+    _meet(run, prefill, decode, fresh_prompt)
     sent = bytes_sent(prefill)
     try:
         with held_writes(fleet.hooks("P2")):
@@ -51,6 +52,7 @@ def test_killed(fleet, run, tally, fresh_prompt):
     question = Question((fresh_prompt(150),))
     prefill, decode = fleet.engine("P1"), [fleet.engine("D1"), fleet.engine("D2")]
     alone = run(lambda client: ask(client, prefill.url, question))
+    _meet(run, prefill, decode, fresh_prompt)
     try:
         with held_writes(fleet.hooks("P1")):
             outcomes = run(lambda client: _lose(client, prefill, decode, question, prefill.program.kill))
@@ -63,6 +65,13 @@ def test_killed(fleet, run, tally, fresh_prompt):
         tally.demand_right(run(lambda client, url=engine.url: ask(client, url, question)), alone)
 
 
+def _meet(run, prefill, decode, fresh_prompt):
+    """Hand over once to each, so that the time of their first meeting is not taken from the deadline of the test."""
+    for engine in decode:
+        question = Question((fresh_prompt(40),))
+        run(lambda client, url=engine.url, asked=question: ask_by_hand(client, prefill.url, url, asked))
+
+
 async def _lose(client, prefill, decode, question, take_away):
     """Hand over to each decode engine and take the prefill engine away meanwhile; answers (outcome, seconds) each."""
     params = [await prefill_only(client, prefill.url, question) for _ in decode]
@@ -70,8 +79,8 @@ async def _lose(client, prefill, decode, question, take_away):
         asyncio.create_task(_outcome(client, engine.url, question, offer))
         for engine, offer in zip(decode, params, strict=True)
     ]
-    await asyncio.to_thread(wait_until, lambda: all(_is_loading(engine) for engine in decode), timeout_s=DEADLINE_S / 2)
-    await asyncio.sleep(0.5)
+    waited = await asyncio.to_thread(wait_until, lambda: _is_held(prefill, decode), timeout_s=DEADLINE_S / 2)
+    assert waited < DEADLINE_S / 2, "the writes never came as far as the hook"
     await asyncio.to_thread(take_away)
     return await asyncio.gather(*calls)
 
@@ -84,8 +93,11 @@ async def _outcome(client, url, question, params):
         return refused, time.monotonic() - began
 
 
-def _is_loading(engine):
-    return open_things(engine).get("kvferry:loads_running", 0) > 0
+def _is_held(prefill, decode):
+    """Every decode engine has granted regions, and the prefill engine serves a session on all its ranks for each."""
+    granted = all(open_things(engine).get("kvferry:staging_leases") for engine in decode)
+    sessions = open_things(prefill).get("kvferry:sessions", 0)
+    return granted and sessions >= len(decode) * prefill.config.tensor_ranks
 
 
 def _check_outcomes(outcomes, alone, tally):

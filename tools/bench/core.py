@@ -2,9 +2,9 @@
 
 In:  a Mooncake-format trace; how many of its requests; the claim to measure.
 Out: a table; the last line is one JSON object with `claim`, `ours`, `theirs`, `ratio` (microseconds a request).
-Law: both start from the same Python list of token ids and take turns request by request, so that both meet the same
-     machine. Counted is processor time of the thread (others share the machine) for key, match, allocate, store and
-     free. Both have as many blocks in total and see every token.
+Law: both start from the same Python list of token ids and take turns after a hundred requests, so that both meet the
+     same machine and neither runs in the other's cold caches. Counted are key, match, allocate, store and free. Each
+     of them has as many blocks and sees every token.
 
 Claims: plain     tokens compared, no digest; against vLLM with its default and its fastest installed hash
         events    events on and a 256-bit digest for every block, against vLLM with its events on
@@ -42,6 +42,7 @@ SLIDING_BLOCKS = 100_000
 """Of all blocks, those of each sliding window: vLLM's windows share one pool, ours are told their part."""
 LONGEST = 1 << 18
 VOCABULARY = 128_000
+TURN = 100
 
 
 class Contender(Protocol):
@@ -184,13 +185,15 @@ def race(trace: Path, num_requests: int, contenders: Sequence[Contender]) -> lis
     timed = [Timed(one) for one in contenders]
     gc.collect()
     gc.freeze()  # as an engine does after its start: what is there now is not looked at again
-    for number, tokens in enumerate(prompts(trace, num_requests)):
+    numbered = enumerate(prompts(trace, num_requests))
+    while turn := list(islice(numbered, TURN)):
         for one in timed:
-            prepared = one.contender.prepare(number, tokens)
-            sum(tokens)  # a prompt that was just received is in the processor's cache, for each of them
-            started = thread_time_ns()
-            one.contender.serve(prepared)
-            one.nanoseconds.append(thread_time_ns() - started)
+            for number, tokens in turn:
+                prepared = one.contender.prepare(number, tokens)
+                sum(tokens)  # a prompt that was just received is in the processor's cache, for each of them
+                started = thread_time_ns()
+                one.contender.serve(prepared)
+                one.nanoseconds.append(thread_time_ns() - started)
     gc.unfreeze()
     return timed
 

@@ -16,13 +16,16 @@ of what is hashed, so that a block's key does not depend on the block size of th
 """
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Final, NewType
+from typing import TYPE_CHECKING, Final, NewType, cast
 
 from kv_core.errors import CallerError
 from kv_core.spans import Span
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
 
 BlockKey = NewType("BlockKey", bytes)
 """32 bytes that name a block's content, or a whole prompt's."""
@@ -83,12 +86,33 @@ def chain_keys(
     The last block may be shorter. `items` are those of `encoded_items`. If not `plain`, a token has 16 bytes, as
     TokenLog packs tokens with extra ids.
     """
-    tag = _BLOCK_TAG if plain else _QUALIFIED_TAG
+    fresh = sha256(_BLOCK_TAG if plain else _QUALIFIED_TAG).copy
+    if items or len(content) % block_bytes:
+        return _chain_slowly(fresh, parent, content, block_bytes, ordinals, items)
+    size, above = _SIZE(block_bytes), bytes(parent)
+    keys: list[bytes] = []
+    for first in range(0, len(content), block_bytes):  # 0.5 us a block, of which 0.4 is SHA-256 and its set-up
+        state = fresh()
+        state.update(above + size + content[first : first + block_bytes] + _NO_ITEMS)
+        above = state.digest()
+        keys.append(above)
+    return cast(list[BlockKey], keys)
+
+
+def _chain_slowly(
+    fresh: Callable[[], "_Hash"],
+    parent: BlockKey,
+    content: bytes,
+    block_bytes: int,
+    ordinals: Span,
+    items: Mapping[int, bytes],
+) -> list[BlockKey]:
+    """The same where items start in some blocks, or the last block is shorter."""
     keys: list[BlockKey] = []
     for first, at in zip(range(0, len(content), block_bytes), ordinals, strict=True):
-        block = content[first : first + block_bytes]
-        encoded = items.get(at, _NO_ITEMS) if items else _NO_ITEMS
-        parent = BlockKey(sha256(tag + parent + _SIZE(len(block)) + block + encoded).digest())
+        state = fresh()
+        state.update(parent + _sized(content[first : first + block_bytes]) + items.get(at, _NO_ITEMS))
+        parent = BlockKey(state.digest())
         keys.append(parent)
     return keys
 

@@ -17,18 +17,15 @@ from kv_core.tiers import Place, Tier
 class BlockPool:
     """Ids and slots of one window. Without lower tiers ids are slots and no map is kept."""
 
-    __slots__ = ("_generations", "_slots", "_starts", "num_blocks", "window")
+    __slots__ = ("_generations", "_slots", "_starts", "has_lower_tiers", "num_blocks", "window")
 
     def __init__(self, window: int, num_blocks: Sequence[int]) -> None:
         self.window = window
         self.num_blocks = tuple(num_blocks)
         self._starts = (0, *accumulate(self.num_blocks))
+        self.has_lower_tiers = sum(self.num_blocks) > self.num_blocks[0]
         self._slots = array("i", range(self._starts[-1])) if self.has_lower_tiers else None
         self._generations: dict[int, int] = {}
-
-    @property
-    def has_lower_tiers(self) -> bool:
-        return sum(self.num_blocks) > self.num_blocks[0]
 
     def ids_of(self, tier: Tier) -> range:
         """The ids that start on this tier."""

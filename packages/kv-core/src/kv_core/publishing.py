@@ -158,6 +158,7 @@ class _Chain:
         run = Run(self.table.tail, at, self.words, ids, self.block_words)
         run.base = at * self.block_words
         run.count = stop - at
+        run.stop = stop
         run.settle()
         if self.items and at in self.items:
             run.items = self.items[at]

@@ -156,6 +156,8 @@ class Registry:
             fresh += counters.fresh
             reused += plan.num_reused
             missed += plan.num_missed
+        if self.events is not None and num_cached:
+            sequence.keys = _path_keys(sequence.tables[0])
         self.sequences[sequence.request_id] = sequence
         sequence.room = self.room(sequence)
         sequence.num_published = num_cached // self.config.tokens_per_block
@@ -198,8 +200,10 @@ class Registry:
         """The length up to which no window has anything to do."""
         if self.config.cache_type is CacheType.CROSS:
             return sequence.num_tokens
-        fits = min(growing.room(window, table) for window, table in self.pairs(sequence))
-        return min(fits, self.config.max_sequence_length)
+        room = self.config.max_sequence_length
+        for window, table in zip(self.windows, sequence.tables, strict=True):
+            room = min(room, growing.room(window, table))
+        return room
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Make room for more tokens where windows have to act; False if there are not enough blocks."""
@@ -273,7 +277,10 @@ class Registry:
             stop, tail_tokens = min(stop, last), 0
         sequence.num_published = max(sequence.num_published, stop)
         filled = Filled(stop, tail_tokens if partial else 0, self._filled_keys(sequence, log, stop, tail_tokens))
-        return sum(publish(window, sequence, table, filled) for window, table in self.pairs(sequence))
+        num_stored = 0
+        for window, table in zip(self.windows, sequence.tables, strict=True):
+            num_stored += publish(window, sequence, table, filled)
+        return num_stored
 
     def _filled_keys(self, sequence: Sequence, log: TokenLog, stop: int, tail_tokens: int) -> list[BlockKey] | None:
         if self.events is None:
@@ -300,6 +307,16 @@ class Registry:
 def _usable(sequence: Sequence) -> int:
     """How many prompt tokens may be found: at least one is left to compute."""
     return 0 if sequence.log is None else sequence.num_tokens - 1
+
+
+def _path_keys(table: Table) -> list[BlockKey]:
+    """The keys of all blocks up to the end of the table's path, dropped ones included."""
+    keys: list[BlockKey] = []
+    run = table.tail
+    while run.parent is not None:
+        keys[:0] = run.keys or ()
+        run = run.parent
+    return keys
 
 
 def _check_blocks(window: Window, needed: int) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
+from msgspec import Struct
+
 from kv_core.errors import CallerError
 from kv_core.ids import BlockId, BlockOrdinal, RequestId
 from kv_core.keys import Scope
@@ -17,8 +19,7 @@ from kv_core.retention import RetentionConfig
 NO_SCOPE: Final = Scope()
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Struct, frozen=True):
     """One request: its prompt and who may share its cache.
 
     `tokens` are those that the cache is made of: the prompt, or the encoder's tokens in a cross cache. A token is 32

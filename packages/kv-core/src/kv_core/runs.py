@@ -24,10 +24,10 @@ _SLACK: Final = 3
 
 
 class Run:
-    """See the module. `stamp` None: not among the free. `kin` counts children on the same tier.
+    """See the module. `stop` is the ordinal behind the last block; `kin` counts children on the same tier.
 
-    A free run that requests about to be admitted want (`wants` of them) is out of the victims' way; `reserved` is then
-    its stamp.
+    `stamp` None: not among the free. A free run that requests about to be admitted want (`wants` of them) is out of
+    the victims' way; `reserved` is then its stamp.
     """
 
     __slots__ = (
@@ -53,6 +53,7 @@ class Run:
         "reserved",
         "stamp",
         "start",
+        "stop",
         "tier",
         "tokens",
         "used",
@@ -67,6 +68,7 @@ class Run:
         self.tokens = tokens
         self.ids = ids
         self.count = len(ids)
+        self.stop = start + self.count
         self.base = 0
         self.block_words = block_words
         self.items = b""
@@ -88,11 +90,6 @@ class Run:
         self.tier = 0
         self.used = 0
         self.hot = False
-
-    @property
-    def stop(self) -> int:
-        """The ordinal behind the last block."""
-        return self.start + self.count
 
     @property
     def is_needed(self) -> bool:
@@ -166,6 +163,7 @@ class Run:
         """The last `count` blocks, but not all, are given up."""
         del self.ids[-count:]
         self.count -= count
+        self.stop -= count
         if self.keys is not None:
             del self.keys[-count:]
         self.settle()
@@ -187,6 +185,7 @@ class Run:
         upper = Run(parent, self.start, self.tokens, self.ids[:count], self.block_words)
         upper.base = self.base
         upper.count = count
+        upper.stop = self.start + count
         parent.replace(self.key(), upper)
         upper.priority, upper.duration_ms, upper.expires_at = self.priority, self.duration_ms, self.expires_at
         upper.rank, upper.holders, upper.tier = self.rank, self.holders, self.tier

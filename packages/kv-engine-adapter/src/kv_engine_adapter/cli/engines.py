@@ -42,7 +42,10 @@ _STAGES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """One vLLM server. `cores`: for each tensor rank the cores of its threads; cache and prompt sizes in tokens."""
+    """One vLLM server. `cores`: for each tensor rank the cores of its threads; cache and prompt sizes in tokens.
+
+    More than seven fields, because it stands for a command line.
+    """
 
     name: str
     model: Path
