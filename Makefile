@@ -8,7 +8,7 @@ SEED ?= 0
 ONLY ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-suite test-fleet test-long test-packages test-gpu demo bench format clean
+.PHONY: help setup check test test-suite test-long test-packages test-gpu demo bench format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -27,9 +27,6 @@ test: check test-packages test-suite ## Run all that CI runs (real vLLM and NIXL
 
 test-suite: setup ## Run the test suite alone
 	$(RUN) pytest
-
-test-fleet: setup ## Run every end-to-end test: five vLLM engines at once, over shared memory and TCP, and the demo
-	$(RUN) pytest tests/e2e -m "not gpu and not long"
 
 test-packages: setup ## Test each package in an environment of its own, without what it does not declare
 	$(PY) tools/check_packages.py

@@ -13,7 +13,6 @@ from model.make_tiny import make_tiny
 from kv_testing.answers import Prompt, Tally
 from kv_testing.servers import TRANSPORTS, Fleet, running_fleet
 
-HERE = Path(__file__).parent
 Answered = TypeVar("Answered")
 Run = Callable[[Callable[[httpx.AsyncClient], Coroutine[Any, Any, Answered]]], Answered]
 CLIENT_TIMEOUT_S = 90.0
@@ -35,20 +34,6 @@ def fleet(
     names = {name for item in request.session.items for name in _wanted(item)}
     with running_fleet(request.param, models, folder, names) as fleet:
         yield fleet
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One pair of TP 1 engines over shared memory is in every run; the rest needs cores for five engines at once."""
-    for item in items:
-        if item.path.parent == HERE and not _is_small(item):
-            item.add_marker(pytest.mark.fleet)
-
-
-def _is_small(item: pytest.Item) -> bool:
-    if item.get_closest_marker("vllm") is None:
-        return True
-    params = item.callspec.params if hasattr(item, "callspec") else {}
-    return params.get("pair") == ("P1", "D1") and params.get("fleet") == "shm"
 
 
 def _wanted(item: pytest.Item) -> set[str]:
