@@ -24,7 +24,7 @@ from kv_engine_adapter.cli.processes import ProcessGuard, Program, ProgramError
 
 HOST = "127.0.0.1"
 MODEL_NAME = "tiny"
-SERVER = "kv_engine_adapter.cli.serve"
+SERVER = "kv_engine_adapter.vllm.serve"
 # Below the range from which Linux takes ports for outgoing connections, so that none is lost between look and use.
 _PORTS = range(20000, 32000)
 # What vLLM 0.25 to 0.32 writes to its log, in the order of a start.
