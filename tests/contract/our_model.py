@@ -31,9 +31,9 @@ class OurWindow(SeedWindow):
         if not found:
             raise NoFreeBlock
         free = [block for block in found if self.is_sliding or not self.kin(block)]
-        chosen = min(free, key=lambda block: block.priority)
+        chosen = min(free, key=lambda block: (block.priority, self.is_sliding and block.in_tree and not block.spare))
         if chosen is not min(found, key=lambda block: block.priority):
-            self.causes.add("core-D37")
+            self.causes.add("core-D32" if self.is_sliding else "core-D37")
         return chosen
 
     def kin(self, block: Block) -> bool:
@@ -44,6 +44,7 @@ class OurWindow(SeedWindow):
         if block in self.queue:
             self.queue.remove(block)
         block.expires = None
+        block.spare = False
         block.refs += 1
         if wish[0] is not None:
             others = block.refs > 1
@@ -54,9 +55,10 @@ class OurWindow(SeedWindow):
                 self.log.priority(self.window, block.name, block.priority, strongest[0])
             block.priority, block.duration = strongest[0] or 0, strongest[1]
 
-    def let_go(self, block: Block, to_front: bool = False) -> None:
+    def let_go(self, block: Block, to_front: bool = False, spare: bool = False) -> None:
         block.refs -= 1
         if not block.refs:
+            block.spare = spare
             self.release(block, to_front)
 
     def discard(self, block: Block) -> None:
@@ -567,11 +569,13 @@ class OurManager(SeedManager):
         filled = len(one.tokens if override is None else override) - 1
         if step.get("with_request", True):
             self._publish(one, filled, True)
-        for window, table in zip(self.ours, self.tables.pop(one.request_id), strict=True):
+        for number, (window, table) in enumerate(zip(self.ours, self.tables.pop(one.request_id), strict=True)):
+            # A sliding window gives up first what no match reads that ends within its last stretch (D32).
+            num_spare = (self.published[one.request_id][number] * self.size - 2 * window.window) // self.size
             for at in range(len(table[0]) - 1, -1, -1):
                 for block in dict.fromkeys(reversed([beam[at] for beam in table])):
                     if block is not None:
-                        window.let_go(block)
+                        window.let_go(block, spare=at < num_spare)
 
     def op_pin_blocks(self, step: Step) -> None:
         self._pin(self._one(step))

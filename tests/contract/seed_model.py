@@ -55,6 +55,7 @@ class Block:
     name: Any = None
     owner: int | None = None
     used: int = 0
+    spare: bool = False
 
     @property
     def in_tree(self) -> bool:

@@ -240,10 +240,10 @@ class NaiveManager:
 
     # Giving up.
 
-    def let_go(self, window, block):
+    def let_go(self, window, block, *, spare=False):
         block.owners -= 1
         if not block.held:
-            window.free(block)
+            window.free(block, spare=spare)
 
     def release(self, request_id, *, publish=True, num_filled=None, pin=False):
         sequence = self.sequences[request_id]
@@ -252,7 +252,9 @@ class NaiveManager:
         pinned = self.pin(request_id) if pin else None
         for window, table in zip(self.windows, sequence.tables, strict=True):
             for block in reversed(table.blocks(table.start, table.stop)):
-                self.let_go(window, block)
+                # Whatever the next prompt shares of the last window of what is published, it reads one window before.
+                behind = block.node is not None and (block.node.ordinal + 1) * window.T
+                self.let_go(window, block, spare=behind and behind + 2 * window.size <= table.published * window.T)
             window.tables.remove(table)
             window.prune(table.tail)
         del self.sequences[request_id]

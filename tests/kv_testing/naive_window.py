@@ -27,7 +27,7 @@ class Block:
     duration_ms: int | None = None
     expires_at: int | None = None
     stamp: int | None = None
-    rank: int = DEFAULT_PRIORITY
+    rank: tuple = (DEFAULT_PRIORITY, True)
     hidden: int = 0
     node: "Node | None" = None
     owners: int = 0
@@ -107,10 +107,10 @@ class NaiveWindow:
 
     # Free blocks.
 
-    def free(self, block, *, front=False):
-        """Nobody holds the block any more."""
+    def free(self, block, *, front=False, spare=False):
+        """Nobody holds the block any more; a sliding window gives empty and spare ones up first."""
         assert not block.held
-        block.rank = block.priority
+        block.rank = block.priority, not (self.sliding and (spare or block.node is None))
         if front:
             self.front -= 1
             block.stamp = self.front
@@ -210,7 +210,7 @@ class NaiveWindow:
         return found
 
     def restamp(self, block):
-        block.rank, block.stamp = block.priority, self.back
+        block.rank, block.stamp = (block.priority, True), self.back
         self.back += 1
 
     def swap(self, block, carrier):

@@ -3,7 +3,7 @@
 In:  runs that became free, are held again, were cut or shortened.
 Out: the next victim: a run, whose last block goes first.
 Law: of the free blocks of one tier on which no child on that tier depends, the one with the lowest (priority, stamp)
-     goes first. Blocks are stamped when they become free, the last of a table first; an order may prefer some over
+     goes first, and within a priority those released as `spare` before the others. Blocks are stamped when they become free, the last of a table first; an order may prefer some over
      others within a priority. A block whose time is over moves behind all that was free with the default priority.
 
 One heap entry stands for all blocks of a run. Entries are dropped lazily: an entry counts only while its run still has
@@ -53,8 +53,8 @@ class VictimQueue(Protocol):
         """Free blocks."""
         ...
 
-    def release(self, run: Run, *, front: bool = False) -> None:
-        """All blocks of the run became free; `front`: they go first among those of their priority."""
+    def release(self, run: Run, *, front: bool = False, spare: bool = False) -> None:
+        """All blocks of the run became free; of their priority, `spare` ones go before others, `front` before like."""
         ...
 
     def claim(self, run: Run) -> None:
@@ -102,9 +102,9 @@ class LruQueue:
         self._limit = _SLACK
         self.num_free = 0
 
-    def release(self, run: Run, *, front: bool = False) -> None:
+    def release(self, run: Run, *, front: bool = False, spare: bool = False) -> None:
         count = run.count
-        run.rank = run.priority
+        run.rank = 2 * run.priority + (not spare)
         run.stamp = self._stamps.before(count) if front else self._stamps.behind(count)
         self.num_free += count
         heap = self._heap
@@ -182,8 +182,8 @@ class S3FifoQueue:
     def num_free(self) -> int:
         return self._probation.num_free + self._proven.num_free
 
-    def release(self, run: Run, *, front: bool = False) -> None:
-        self._of(run).release(run, front=front)
+    def release(self, run: Run, *, front: bool = False, spare: bool = False) -> None:
+        self._of(run).release(run, front=front, spare=spare)
 
     def claim(self, run: Run) -> None:
         self._of(run).claim(run)

@@ -131,20 +131,20 @@ class Window:
         run.used = self.now
         run.hot = True
 
-    def let_go(self, tail: Run, start: int) -> None:
+    def let_go(self, tail: Run, start: int, *, spare: bool = False) -> None:
         """One holder less for the path that ends with `tail`, the last block first."""
         run = tail
         while run.stop > start:
             assert run.parent is not None, "law: the path begins at a root"
             parent = run.parent
-            self.let_go_one(run)
+            self.let_go_one(run, spare=spare)
             run = parent
 
-    def let_go_one(self, run: Run) -> None:
+    def let_go_one(self, run: Run, *, spare: bool = False) -> None:
         run.holders -= 1
         assert run.holders >= 0, "law: only what is held is let go"
         if not run.holders:
-            self.queues[run.tier].release(run)
+            self.queues[run.tier].release(run, spare=spare)
             self.expiries.released(run)
             if run.wants:
                 self._set_aside(run)
@@ -257,7 +257,7 @@ class Window:
         run.tier = tier
         run.priority = DEFAULT_PRIORITY if wish.priority is None else wish.priority
         run.duration_ms = wish.duration_ms
-        self.queues[tier].release(run, front=front)
+        self.queues[tier].release(run, front=front, spare=self.is_sliding)
         self.expiries.released(run)
 
     def release_private(self, ids: "array[int]", wish: Retention, *, front: bool = False) -> None:
@@ -299,8 +299,21 @@ class Window:
         if table.partial is not None:
             self.let_go_one(table.partial)
             table.partial = None
-        self.let_go(table.tail, table.start)
+        spare = self._num_spare(table)
+        behind = self.border(table.tail, spare) if spare > table.start else None
+        self.let_go(table.tail, max(spare, table.start))
+        if behind is not None:
+            self.let_go(behind, table.start, spare=True)
         self.lift_anchor(table.tail)
+
+    def _num_spare(self, table: Table) -> int:
+        """How many first blocks no match reads that ends within the last window of what is published.
+
+        Why not all before the last window: the next prompt may go on a little before the end of this one.
+        """
+        if not self.is_sliding:
+            return 0
+        return max(0, table.published * self.tokens_per_block - 2 * self.size) // self.tokens_per_block
 
     def release_span(self, sequence: Sequence, table: Table, start: int, stop: int) -> None:
         """Give up the private blocks of these ordinals, the last first, each with the priority that was wished."""
@@ -331,5 +344,5 @@ class Window:
             run.priority, run.duration_ms = DEFAULT_PRIORITY, None
             queue = self.queues[run.tier]
             queue.claim(run)
-            queue.release(run)
+            queue.release(run, spare=self.is_sliding and run.parent is None)
         return num_blocks
