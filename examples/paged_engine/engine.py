@@ -95,8 +95,7 @@ class PagedEngine:
             num_tokens = seat.generation.propose()
             while not self._manager.grow(RequestId(seat.request_id), num_tokens):
                 youngest = self._running[-1]
-                self._send_back(youngest, publish=True)
-                self._count(num_preempted=1)
+                self._preempt(youngest)
                 if youngest is seat:
                     break
             else:
@@ -121,16 +120,23 @@ class PagedEngine:
             self._running.append(self._waiting.popleft())
 
     def _copy(self) -> None:
-        """Execute what the manager ordered."""
+        """Execute what the manager ordered. Whoever was to have a block that a file did not give back starts again."""
         orders = self._manager.take_copies()
         self.moves.update((order.source.tier, order.destination.tier) for order in orders)
         self._copies.submit(orders)
         progress = self._copies.wait()
         self._manager.copies_done(progress.below)
-        assert not progress.lost, f"law: no file fails yet: {progress.misses}"
+        victims = set(self._manager.lost(progress.lost))
+        for seat in [seat for seat in self._running if seat.request_id in victims]:
+            self._wait_again(seat)
+            self._count(num_lost=1)
 
-    def _send_back(self, seat: Seat, *, publish: bool) -> None:
-        self._manager.release(RequestId(seat.request_id), publish=publish, num_filled=seat.num_filled)
+    def _preempt(self, seat: Seat) -> None:
+        self._manager.release(RequestId(seat.request_id), num_filled=seat.num_filled)
+        self._wait_again(seat)
+        self._count(num_preempted=1)
+
+    def _wait_again(self, seat: Seat) -> None:
         seat.generation.restart()
         self._running.remove(seat)
         self._waiting.appendleft(seat)

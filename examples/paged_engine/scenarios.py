@@ -5,10 +5,13 @@ Out: SCENARIOS, and `play`, which serves the jobs of one of them and judges the 
 Law: a scenario whose point did not happen proves nothing, so that is a failure as well.
 """
 
+import errno
+import itertools
+import os
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,7 +77,7 @@ class Scenario:
     num_waves: int = 3
     jobs_per_wave: int = 8
     num_copy_workers: int = 0
-    calls: FileCalls = field(default_factory=FileCalls)
+    calls: Callable[[], FileCalls] = FileCalls
 
     @property
     def config(self) -> ManagerConfig:
@@ -113,7 +116,7 @@ def engine_of(
     )
     config = scenario.config
     pools = BlockPools(
-        cache_pools(spec), config.windows, device=model.device, directory=directory, calls=scenario.calls
+        cache_pools(spec), config.windows, device=model.device, directory=directory, calls=scenario.calls()
     )
     copies = CopyEngine(pools, num_workers=scenario.num_copy_workers)
     manager = KVCacheManager(config)
@@ -142,6 +145,23 @@ def play(
         stats = manager.stats()
         assert all(tiers.tiers[0].num_used == 0 for tiers in stats.windows), "law: all blocks come back"
     return Played(answers, judge(model, answers), stats, engine.totals, engine.moves)
+
+
+def failing_calls() -> FileCalls:
+    """A disk of which every sixth write and every fourth read fails."""
+    calls = itertools.count(1)
+
+    def write(file: int, content: memoryview) -> int:
+        if next(calls) % 6 == 0:
+            raise OSError(errno.ENOSPC, "no space left on this pretended device")
+        return os.write(file, content)
+
+    def read_into(file: int, buffer: memoryview) -> int:
+        if next(calls) % 4 == 0:
+            raise OSError(errno.EIO, "this pretended device fails")
+        return os.readv(file, [buffer])
+
+    return FileCalls(write, read_into)
 
 
 def _went_down(played: Played) -> bool:
@@ -188,6 +208,13 @@ PRESSURE = Scenario(
 SCAN_RESISTANT = replace(PRESSURE, name="eviction by S3-FIFO", order=Order.S3_FIFO)
 HOST = Scenario(name="host tier", blocks=((36, 60, 0),), happened=_went_down)
 DISK = Scenario(name="host and disk tier", blocks=((36, 20, 100),), happened=_came_from_disk)
+FAILING = replace(
+    DISK,
+    name="host and disk tier, failing files",
+    num_waves=4,
+    calls=failing_calls,
+    happened=lambda played: played.totals.num_lost > 0 and _came_from_disk(played),
+)
 DISK_IN_THREADS = replace(DISK, name="host and disk tier, threads", num_copy_workers=2)
 SWA = Scenario(name="sliding window", windows=(12,), blocks=((120, 0, 0),), happened=_found)
 ALTERNATING = Scenario(
@@ -247,6 +274,7 @@ SCENARIOS = (
     HOST,
     DISK,
     DISK_IN_THREADS,
+    FAILING,
     SWA,
     ALTERNATING,
     THREE_WINDOWS,

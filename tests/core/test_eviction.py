@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kv_core.config import ManagerConfig, Order, WindowConfig
 from kv_core.eviction import Expiries, LruQueue, S3FifoQueue, Stamps, victim_queue
 from kv_core.manager import KVCacheManager
+from kv_core.request import Request
 from kv_core.runs import NO_WORDS, Run
 from kv_testing.managers import Clock, found, manager, run
 
@@ -146,3 +147,15 @@ def run_if_possible(ours, name, prompt):
         return False
     ours.release(name)
     return True
+
+
+def test_a_sliding_window_gives_up_first_what_no_match_near_the_end_reads():
+    """Empty blocks go first, then those before the last two windows, however new they are."""
+    ours = manager((24,), (64,), windows=(8, 64))
+    old, new = list(range(100, 117)), list(range(49))
+    run(ours, "old", old)
+    run(ours, "new", new)
+    assert ours.add(Request("other", list(range(200, 244)))) is not None, "11 blocks: 8 empty ones, 3 of the new prompt"
+    assert found(ours, [*old, 1]) == 16, "what is older but needed is there"
+    assert [found(ours, [*new[:end], -1, -1, -1, -1, -1]) for end in (40, 44, 48)] == [40, 44, 48]
+    assert found(ours, new[:33]) == 20, "a hole before the last two windows"

@@ -112,6 +112,10 @@ class Duels(RuleBasedStateMachine):
     def move(self, block_id, up):
         self.duel.move(block_id, up=up)
 
+    @rule(numbers=st.lists(st.integers(0, 95), max_size=3))
+    def lose(self, numbers):
+        self.duel.lose(numbers)
+
     @rule(numbers=st.lists(NUMBERS, max_size=4))
     def dry_run(self, numbers):
         self.duel.dry_run(numbers)

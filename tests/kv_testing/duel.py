@@ -17,7 +17,7 @@ from kv_core.keys import Scope
 from kv_core.manager import KVCacheManager
 from kv_core.request import Request
 from kv_core.retention import RangeRetention, RetentionConfig
-from kv_core.tiers import Tier
+from kv_core.tiers import Place, Tier
 from kv_testing.naive_manager import NaiveManager
 
 
@@ -229,6 +229,25 @@ class Duel:
             move, expected = (self.real.onboard, self.naive.onboard) if up else (self.real.offload, self.naive.offload)
             assert move(size, block_id) == expected(0, block_id)
 
+    def lose(self, numbers):
+        """The bytes of blocks of all windows are lost; whoever holds one ends."""
+        lost, places = [], []
+        for number in numbers:
+            at = number % len(self.world.windows)
+            window = self.world.windows[at]
+            block_id = number % sum(window.num_blocks)
+            view = self.real.inspect(window.window, block_id)
+            lost.append((at, block_id))
+            places.append(Place(window.window, view.tier, view.slot))
+        try:
+            victims = self.real.lost(places)
+        except CallerError:
+            assert self.naive.lost(lost) is None, "only what is pinned cannot be lost"
+            return
+        assert list(victims) == self.naive.lost(lost)
+        for name in victims:
+            del self.beams[name]
+
     def pick(self, number):
         names = list(self.beams)
         return names[number % len(names)] if names else None
@@ -378,6 +397,7 @@ class Player:
             (1, lambda: self.duel.dry_run([self.number(), self.number()])),
             (1, lambda: self.duel.set_priority(self.random.randrange(24), self.random.choice((5, 35, 80)))),
             (1, lambda: self.duel.move(self.random.randrange(24), up=self.random.random() < 0.5)),
+            (1, lambda: self.duel.lose([self.random.randrange(96) for _ in range(self.random.choice((1, 1, 3)))])),
         )
         [move] = self.random.choices([move for _, move in moves], [weight for weight, _ in moves])
         move()

@@ -543,6 +543,27 @@ class NaiveManager:
             block.duration_ms = None
         return True
 
+    def lost(self, lost):
+        """Blocks, as (window number, id), lose their bytes. The requests that held one, or None if a pin does."""
+        blocks = [(self.windows[at], self.windows[at].blocks[block_id]) for at, block_id in lost]
+        if any(block.pins for _, block in blocks):
+            return None
+        owned = {id(block) for _, block in blocks}
+        victims = [
+            name
+            for name, sequence in self.sequences.items()
+            if any(id(block) in owned for table in sequence.tables for block in table.blocks(table.start, table.stop))
+        ]
+        for name in victims:
+            self.release(name, publish=False)
+        for window, block in blocks:
+            if block.node is not None:
+                if not window.sliding:
+                    window.drop_descendants(block.node)
+                window.drop(block)
+                window.free_all_in_front([block])
+        return victims
+
     def offload(self, at, block_id):
         window, block = self.windows[at], self.windows[at].blocks[block_id]
         tier = block.tier

@@ -3,8 +3,9 @@
 In:  runs that became free, are held again, were cut or shortened.
 Out: the next victim: a run, whose last block goes first.
 Law: of the free blocks of one tier on which no child on that tier depends, the one with the lowest (priority, stamp)
-     goes first, and within a priority those released as `spare` before the others. Blocks are stamped when they become free, the last of a table first; an order may prefer some over
-     others within a priority. A block whose time is over moves behind all that was free with the default priority.
+     goes first, and within a priority those released as `spare` before the others. Blocks are stamped when they become
+     free, the last of a table first; an order may prefer some over others within a priority. A block whose time is over
+     moves behind all that was free with the default priority.
 
 One heap entry stands for all blocks of a run. Entries are dropped lazily: an entry counts only while its run still has
 the stamp in it. A run that still has children on its tier is *parked*: out of the heap, with its stamp, until the last

@@ -21,7 +21,7 @@ One step of an engine (core spec 8.1):
 import time
 from collections import abc
 
-from kv_core import inspection, pins, victims
+from kv_core import inspection, losing, pins, victims
 from kv_core.config import ManagerConfig
 from kv_core.dry_run import DryRun
 from kv_core.errors import CallerError
@@ -34,7 +34,7 @@ from kv_core.request import Admission, BlockView, ExternalCache, Lookup, Missing
 from kv_core.sequence import Table
 from kv_core.spans import ceil_div
 from kv_core.stats import ManagerStats
-from kv_core.tiers import CopyOrder, Tier
+from kv_core.tiers import CopyOrder, Place, Tier
 from kv_core.window import Window
 
 
@@ -233,6 +233,34 @@ class KVCacheManager:
     def copies_done(self, below: int) -> None:
         """All copies with an id less than `below` have ended."""
         self._registry.copies.done(below)
+
+    def lost(self, places: abc.Iterable[Place]) -> tuple[RequestId, ...]:
+        """The bytes at these places are lost: copies to them failed. What was to be there is not found any more.
+
+        Requests that hold such a block end, unpublished, and are returned in the order of their admission: admit them
+        again. To be called after `copies_done` and before the model runs. CallerError if a pin holds such a block.
+        """
+        lost: dict[int, list[BlockId]] = {}
+        for place in places:
+            block_id = self._registry.window(place.window).pool.id_at(place)
+            lost.setdefault(place.window, []).append(BlockId(block_id))
+        for pin in self._pins:
+            if any(not set(ids).isdisjoint(pin.block_ids[window]) for window, ids in lost.items()):
+                raise CallerError(f"a pin holds blocks that are lost; unpin them first: {lost}")
+        victims = tuple(request_id for request_id in self._registry.sequences if self._holds(request_id, lost))
+        for request_id in victims:
+            self.release(request_id, publish=False)
+        for window, block_ids in lost.items():
+            losing.lose(self._registry.window(window), block_ids)
+        return victims
+
+    def _holds(self, request_id: RequestId, blocks: abc.Mapping[int, abc.Sequence[BlockId]]) -> bool:
+        """Whether the request's tables list any of these blocks."""
+        tables = (self._table(request_id, window, 0)[1] for window in blocks)
+        return any(
+            not set(ids).isdisjoint(table.private_ids(table.start, table.stop))
+            for ids, table in zip(blocks.values(), tables, strict=True)
+        )
 
     def offload(self, window: int, block_id: BlockId) -> bool:
         """Move one block a tier down. False if it is held, not in the tree, or has no room there, or if blocks of its

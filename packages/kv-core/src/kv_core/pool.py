@@ -39,6 +39,13 @@ class BlockPool:
         tier = sum(slot >= start for start in self._starts[1:-1])
         return Place(self.window, Tier(tier), slot - self._starts[tier])
 
+    def id_at(self, place: Place) -> int:
+        """The id of the block that is at a place now. CallerError for a place that there is not. Linear in blocks."""
+        if not 0 <= place.slot < self.num_blocks[place.tier]:
+            raise CallerError(f"no such place: ours={self.num_blocks[place.tier]}, theirs={place}")
+        slot = self._starts[place.tier] + place.slot
+        return slot if self._slots is None else self._slots.index(slot)
+
     def slots(self, block_ids: "array[int]") -> "array[int]":
         """Device slots of ids that are on the device."""
         if self._slots is None:

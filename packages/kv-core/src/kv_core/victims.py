@@ -262,8 +262,20 @@ def _drop(window: Window, run: Run, tier: int) -> _Room:
     return room
 
 
+def drop_free(window: Window, run: Run) -> None:
+    """A run that nobody holds loses its content, and in a window that does not slide all that depends on it."""
+    notes = _drop_descendants(window, run) if run.children and not window.is_sliding else []
+    notes += [(key, None) for key in reversed(run.keys or ())]
+    ids, tier = run.ids, run.tier
+    window.queues[tier].claim(run)
+    window.counters.dropped += run.count
+    _vanish(window, run)
+    window.release_duplicates(ids[::-1], tier)
+    _tell(window, [notes])
+
+
 def _drop_descendants(window: Window, run: Run) -> list[Note]:
-    """Empty the blocks below a run, children before their parents; they lie on lower tiers and nobody holds them."""
+    """Empty the blocks below a run, children before their parents; nobody holds them."""
     order: list[Run] = []
     waiting = list(run.children.values())
     while waiting:
