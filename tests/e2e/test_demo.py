@@ -51,8 +51,19 @@ def _demo(logs, *options):
     argv = [sys.executable, "tools/demo/demo.py", "--logs", str(logs), *options]
     # A session of its own, as a terminal gives it: the demo is signalled, its servers are not.
     return subprocess.Popen(
-        argv, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        argv,
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=_hear_interrupts,
     )
+
+
+def _hear_interrupts():
+    """A test run that a shell put into the background ignores Ctrl-C, and its children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _family(pid):

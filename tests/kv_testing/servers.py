@@ -32,8 +32,8 @@ TOKENS_PER_BLOCK = 32
 NUM_BLOCKS = 256
 MAX_PROMPT_TOKENS = 1024
 # Long enough for a machine whose two cores carry five engines, short enough to be waited for.
-LEASE_S = 20.0
-DEADLINE_S = 8.0
+LEASE_S = 30.0
+DEADLINE_S = 16.0
 START_S = 480.0
 WARM_UP_S = 120.0
 TRANSPORTS: Mapping[str, Mapping[str, str]] = {
