@@ -9,12 +9,14 @@ import pytest
 
 import kv_kernels
 
-DEVICE_CODE = ("rows", "gather", "scatter")
+DEVICE_CODE = ("paged_copy", "gather", "scatter", "block_copy", "peer")
 
 
 class Kernels(NamedTuple):
     gather: ModuleType
     scatter: ModuleType
+    block_copy: ModuleType
+    peer: ModuleType
 
 
 @pytest.fixture
@@ -25,4 +27,6 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Kernels:
         module = importlib.import_module(f"kv_kernels.{name}")
         monkeypatch.setattr(kv_kernels, name, module)
         monkeypatch.delitem(sys.modules, f"kv_kernels.{name}")
-    return Kernels(*(importlib.import_module(f"kv_kernels.{name}") for name in DEVICE_CODE[1:]))
+    # The kernel first: the launchers find it as an attribute of the package.
+    _, *launchers = [importlib.import_module(f"kv_kernels.{name}") for name in DEVICE_CODE]
+    return Kernels(*launchers)

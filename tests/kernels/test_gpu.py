@@ -7,9 +7,21 @@ import torch
 import triton
 
 from kv_kernels import reference
+from kv_kernels.block_copy import copy_blocks
 from kv_kernels.gather import gather
+from kv_kernels.layout import Corner, MappedPlanes
+from kv_kernels.peer import peer_copy
 from kv_kernels.scatter import scatter
-from kv_testing.copies import WAYS, Window, bits, draw_copy
+from kv_testing.copies import (
+    HEAD_MAJOR,
+    TOKEN_MAJOR,
+    WAYS,
+    Window,
+    bits,
+    block_copied,
+    draw_block_copy,
+    draw_copy,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -32,6 +44,35 @@ def test_bits_are_those_of_the_reference(way, seed):
     copy.dense.copy_(source)
     assert scatter(copy.planes, copy.dense, copy.block_ids, **copy.window) == ("triton", word_bytes)
     assert all(torch.equal(bits(p), bits(q)) for p, q in zip(copy.planes, by_reference, strict=True))
+
+
+@pytest.mark.parametrize("memories", [(TOKEN_MAJOR, TOKEN_MAJOR), (HEAD_MAJOR, HEAD_MAJOR), (TOKEN_MAJOR, HEAD_MAJOR)])
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_blocks_are_copied_as_by_the_model(memories, seed, is_mapped):
+    copy = draw_block_copy(Random(seed), (1, 2, 4, 8)[seed % 4], memories, (1, 3, 8, 16)[seed % 4], "cuda")
+    expected = block_copied(copy)
+    window = {"num_tokens": copy.num_tokens, "num_heads": copy.num_heads}
+    window |= {"at": Corner(*copy.at), "source_at": Corner(*copy.source_at)}
+    if is_mapped:
+        mapped = MappedPlanes.of(copy.source)
+        route = peer_copy(copy.planes, copy.block_ids, mapped, copy.source_ids, **window)
+    else:
+        route = copy_blocks(copy.planes, copy.block_ids, copy.source, copy.source_ids, **window)
+    assert route.backend == "triton"
+    assert all(torch.equal(bits(plane), new) for plane, new in zip(copy.planes, expected, strict=True))
+
+
+def test_host_memory_is_filled_and_read_by_the_kernel():
+    planes = [torch.randn(9, 4, 2, 8, device="cuda") for _ in range(3)]
+    ids, host = [7, 2, 5], torch.zeros(3, 12, 2, 8, pin_memory=True)
+    assert gather(host, planes, ids, **WINDOW) == ("triton", 16)
+    torch.cuda.synchronize()
+    expected = torch.stack([plane[ids].flatten(0, 1) for plane in planes])
+    assert torch.equal(host, expected.cpu())
+    others = [torch.zeros_like(plane) for plane in planes]
+    assert scatter(others, host, ids, **WINDOW) == ("triton", 16)
+    assert all(torch.equal(a[ids], b[ids]) for a, b in zip(others, planes, strict=True))
 
 
 def test_more_blocks_than_16_bits_count():

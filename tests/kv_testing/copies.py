@@ -114,3 +114,48 @@ def _cells(plane: Tensor, copy: Copy) -> list[list[Tensor]]:
     positions = [divmod(copy.first_token + token, plane.shape[1]) for token in range(num_tokens)]
     heads = range(copy.first_head, copy.first_head + num_heads)
     return [[bits(plane)[copy.block_ids[ordinal], slot, head] for head in heads] for ordinal, slot in positions]
+
+
+@dataclass(frozen=True)
+class BlockCopy:
+    """Arguments of one copy between two paged caches, both filled with random bytes."""
+
+    planes: list[Tensor]
+    block_ids: list[int]
+    source: list[Tensor]
+    source_ids: list[int]
+    num_tokens: int
+    num_heads: int
+    at: tuple[int, int]
+    source_at: tuple[int, int]
+
+
+def draw_block_copy(
+    random: Random, width: int, memories: tuple[str, str], head_size: int, device: str = "cpu"
+) -> BlockCopy:
+    """A copy in these memory orders (ours, theirs); block sizes, heads and beginnings differ or agree by chance."""
+    num_planes, num_heads = random.randint(1, 3), random.randint(1, 3)
+    num_tokens = random.randint(1, 13)
+    torch.manual_seed(random.getrandbits(32))
+    sides = []
+    for memory in memories:
+        tokens, first_token, first_head = random.choice([1, 2, 4, 8]), random.randint(0, 9), random.randint(0, 2)
+        needed = -(-(first_token + num_tokens) // tokens)
+        sizes = {"B": needed + 2, "T": tokens, "H": first_head + num_heads + random.randint(0, 1), "D": head_size}
+        planes = [strided(memory, sizes, width, 0, device) for _ in range(num_planes)]
+        sides.append((planes, random.sample(range(needed + 2), needed), (first_token, first_head)))
+    (planes, ids, at), (source, source_ids, source_at) = sides
+    return BlockCopy(planes, ids, source, source_ids, num_tokens, num_heads, at, source_at)
+
+
+def block_copied(copy: BlockCopy) -> list[Tensor]:
+    """What our planes must hold."""
+    results = [bits(plane).clone() for plane in copy.planes]
+    for result, source in zip(results, map(bits, copy.source), strict=True):
+        for token in range(copy.num_tokens):
+            ordinal, slot = divmod(copy.at[0] + token, result.shape[1])
+            from_ordinal, from_slot = divmod(copy.source_at[0] + token, source.shape[1])
+            for head in range(copy.num_heads):
+                row = source[copy.source_ids[from_ordinal], from_slot, copy.source_at[1] + head]
+                result[copy.block_ids[ordinal], slot, copy.at[1] + head] = row
+    return results

@@ -1,7 +1,7 @@
 """What a caller hands to a copy, checked once for every implementation.
 
 In:  planes, a dense view, block ids, and where the wanted tokens and heads begin.
-Out: a Selection: exactly the blocks touched, and which tokens and heads of them.
+Out: a Selection: exactly the blocks touched, and which tokens and heads of them; two for a copy between planes.
 Law: a Selection that exists can be copied without touching memory outside the planes and the dense view.
 
 A plane is a strided view [B, T, H, D] of one layer's K or V; one call takes several that are equal but for their
@@ -12,6 +12,7 @@ per block, H heads, D head size; T' and H' are the tokens and heads copied. An e
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,21 +71,72 @@ class Selection:
         return Segment((start - self.first_token, stop - self.first_token), ordinals, slots)
 
 
+@dataclass(frozen=True, slots=True)
+class MappedPlanes:
+    """Planes [B, T, H, D] that lie in another process and are mapped into this one, so that no tensor owns them.
+
+    Strides count elements. Whoever made the mapping answers for the memory being there until the copy has run.
+    """
+
+    addresses: tuple[int, ...]
+    shape: tuple[int, int, int, int]
+    strides: tuple[int, int, int, int]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, planes: Sequence[Tensor], moved_by: int = 0) -> "MappedPlanes":
+        """Of planes that are equal but for their address; `moved_by`: where their memory is mapped, minus where it
+        is."""
+        _check_planes(planes)
+        blocks, tokens, heads, head_size = planes[0].shape
+        block, token, head, element = planes[0].stride()
+        addresses = tuple(plane.data_ptr() + moved_by for plane in planes)
+        return cls(addresses, (blocks, tokens, heads, head_size), (block, token, head, element), planes[0].dtype)
+
+
+class Corner(NamedTuple):
+    """Where a copy begins in planes: `first_token` counts from slot 0 of the first block listed."""
+
+    first_token: int = 0
+    first_head: int = 0
+
+
+ORIGIN: Final = Corner()
+
+
+def select_pair(
+    planes: Sequence[Tensor],
+    block_ids: Sequence[int],
+    source: Sequence[Tensor] | MappedPlanes,
+    source_ids: Sequence[int],
+    *,
+    num_tokens: int,
+    num_heads: int,
+    at: Corner,
+    source_at: Corner,
+) -> tuple[Selection, Selection]:
+    """Checks one copy from paged planes to paged planes: what it writes, and what it reads. ValueError for a misfit."""
+    _check_planes(planes)
+    kind = len(planes), planes[0].shape[3], planes[0].dtype
+    if isinstance(source, MappedPlanes):
+        source_shape, source_kind = source.shape, (len(source.addresses), source.shape[3], source.dtype)
+    else:
+        _check_planes(source)
+        source_shape, source_kind = tuple(source[0].shape), (len(source), source[0].shape[3], source[0].dtype)
+    if kind != source_kind:
+        raise ValueError(f"the planes do not fit each other (number, D, dtype): ours={kind}, theirs={source_kind}")
+    written = _selected(tuple(planes[0].shape), block_ids, at, num_tokens, num_heads)
+    check_distinct(written)
+    return written, _selected(source_shape, source_ids, source_at, num_tokens, num_heads)
+
+
 def select(
     dense: Tensor, planes: Sequence[Tensor], block_ids: Sequence[int], *, first_token: int, first_head: int
 ) -> Selection:
     """Checks one call; `first_token` counts from slot 0 of `block_ids[0]`. ValueError names both sides of a misfit."""
     _check_planes(planes)
     _check_dense(dense, planes)
-    _, tokens_per_block, num_heads, _ = planes[0].shape
-    _, tokens, heads, _ = dense.shape
-    _check_span("tokens", first_token, tokens, len(block_ids) * tokens_per_block)
-    _check_span("heads", first_head, heads, num_heads)
-    skipped = first_token // tokens_per_block
-    stop = -(-(first_token + tokens) // tokens_per_block)
-    touched = tuple(block_ids[skipped:stop]) if tokens else ()
-    _check_ids(touched, planes[0].shape[0])
-    return Selection(touched, tokens_per_block, first_token - skipped * tokens_per_block, tokens, first_head, heads)
+    return _selected(tuple(planes[0].shape), block_ids, Corner(first_token, first_head), dense.shape[1], dense.shape[2])
 
 
 def check_distinct(selection: Selection) -> None:
@@ -92,6 +144,20 @@ def check_distinct(selection: Selection) -> None:
     distinct = len(set(selection.block_ids))
     if distinct != len(selection.block_ids):
         raise ValueError(f"a block is written twice: blocks={len(selection.block_ids)}, distinct={distinct}")
+
+
+def _selected(
+    shape: tuple[int, ...], block_ids: Sequence[int], at: Corner, num_tokens: int, num_heads: int
+) -> Selection:
+    num_blocks, tokens_per_block, heads_held, _ = shape
+    _check_span("tokens", at.first_token, num_tokens, len(block_ids) * tokens_per_block)
+    _check_span("heads", at.first_head, num_heads, heads_held)
+    skipped = at.first_token // tokens_per_block
+    stop = -(-(at.first_token + num_tokens) // tokens_per_block)
+    touched = tuple(block_ids[skipped:stop]) if num_tokens else ()
+    _check_ids(touched, num_blocks)
+    first_token = at.first_token - skipped * tokens_per_block
+    return Selection(touched, tokens_per_block, first_token, num_tokens, at.first_head, num_heads)
 
 
 def _check_planes(planes: Sequence[Tensor]) -> None:
@@ -114,13 +180,14 @@ def _check_dense(dense: Tensor, planes: Sequence[Tensor]) -> None:
     if dense.ndim != 4 or dense.shape[0] != len(planes) or dense.shape[3] != planes[0].shape[3]:
         expected = f"[{len(planes)}, T', H', {planes[0].shape[3]}]"
         raise ValueError(f"the dense view does not fit the planes: got={tuple(dense.shape)}, expected={expected}")
-    if (dense.dtype, dense.device) != (planes[0].dtype, planes[0].device):
+    is_reachable = dense.device == planes[0].device or (planes[0].is_cuda and dense.is_pinned())
+    if dense.dtype != planes[0].dtype or not is_reachable:
         ours, theirs = f"{dense.dtype} on {dense.device}", f"{planes[0].dtype} on {planes[0].device}"
         raise ValueError(f"the dense view is of another kind than the planes: dense={ours}, planes={theirs}")
 
 
 def _check_span(what: str, first: int, count: int, held: int) -> None:
-    if first < 0 or first + count > held:
+    if first < 0 or count < 0 or first + count > held:
         raise ValueError(f"{what} out of bounds: wanted=[{first}, {first + count}), held=[0, {held})")
 
 

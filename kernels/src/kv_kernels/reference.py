@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kv_kernels.layout import Selection, check_distinct, select
+from kv_kernels.layout import ORIGIN, Corner, Selection, check_distinct, select, select_pair
 
 WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer element type of each width in bytes."""
@@ -21,7 +21,11 @@ def gather(
     out: Tensor, planes: Sequence[Tensor], block_ids: Sequence[int], *, first_token: int, first_head: int
 ) -> None:
     """Copies tokens `first_token..` and heads `first_head..` of the listed blocks into `out` [P, T', H', D]."""
-    selection = select(out, planes, block_ids, first_token=first_token, first_head=first_head)
+    gather_selected(out, planes, select(out, planes, block_ids, first_token=first_token, first_head=first_head))
+
+
+def gather_selected(out: Tensor, planes: Sequence[Tensor], selection: Selection) -> None:
+    """The same for arguments that are checked."""
     for cached, ids, dense in _pairs(out, planes, selection):
         torch.index_select(cached, 0, ids, out=dense)
 
@@ -32,6 +36,37 @@ def scatter(
     """Copies `src` [P, T', H', D] to tokens `first_token..` and heads `first_head..` of the listed, distinct blocks."""
     selection = select(src, planes, block_ids, first_token=first_token, first_head=first_head)
     check_distinct(selection)
+    scatter_selected(planes, src, selection)
+
+
+def copy_blocks(
+    planes: Sequence[Tensor],
+    block_ids: Sequence[int],
+    source: Sequence[Tensor],
+    source_ids: Sequence[int],
+    *,
+    num_tokens: int,
+    num_heads: int,
+    at: Corner = ORIGIN,
+    source_at: Corner = ORIGIN,
+) -> None:
+    """Copies `num_tokens` and `num_heads` from the blocks `source_ids`, beginning at `source_at`, to `block_ids`."""
+    window = {"num_tokens": num_tokens, "num_heads": num_heads}
+    copy_selected(
+        planes, source, *select_pair(planes, block_ids, source, source_ids, **window, at=at, source_at=source_at)
+    )
+
+
+def copy_selected(planes: Sequence[Tensor], source: Sequence[Tensor], written: Selection, read: Selection) -> None:
+    """The same for arguments that are checked."""
+    shape = len(planes), read.num_tokens, read.num_heads, planes[0].shape[3]
+    between = torch.empty(shape, dtype=planes[0].dtype, device=planes[0].device)
+    gather_selected(between, source, read)
+    scatter_selected(planes, between, written)
+
+
+def scatter_selected(planes: Sequence[Tensor], src: Tensor, selection: Selection) -> None:
+    """The same as `scatter` for arguments that are checked."""
     for cached, ids, dense in _pairs(src, planes, selection):
         cached.index_copy_(0, ids, dense)
 

@@ -6,72 +6,15 @@ Law: bit-equal to `reference.scatter`; nothing else in the planes is written. On
 stream, in one launch, without waiting.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
-# Device code is typed by Triton.
-
 from collections.abc import Sequence
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from kv_kernels import reference
-from kv_kernels.launch import Backend, Route, choose_backend, on_device, plan_launch
+from kv_kernels import paged_copy, reference
+from kv_kernels.ends import dense_end, extent_of, paged_end
+from kv_kernels.launch import Backend, Route, choose_backend, plan_launch
 from kv_kernels.layout import check_distinct, select
-from kv_kernels.rows import PER_CALL, rows_of_program
-
-
-@triton.jit(do_not_specialize=PER_CALL)
-def _scatter_kernel(
-    dense_ptr,
-    table_ptr,
-    num_planes,
-    programs_per_plane,
-    num_tokens,
-    num_heads,
-    num_words,
-    tokens_per_block,
-    first_token,
-    first_head,
-    dense_plane_stride,
-    dense_token_stride,
-    dense_head_stride,
-    dense_word_stride,
-    block_stride,
-    token_stride,
-    head_stride,
-    word_stride,
-    HEADS_INSIDE: tl.constexpr,
-    PAIRED: tl.constexpr,
-    ROWS: tl.constexpr,
-    WORDS: tl.constexpr,
-):
-    """planes[p][block_ids[g // T], g % T, first_head + h, w] = dense[p, t, h, w], where g = first_token + t."""
-    cached, dense, exists = rows_of_program(
-        dense_ptr,
-        table_ptr,
-        num_planes,
-        programs_per_plane,
-        num_tokens,
-        num_heads,
-        tokens_per_block,
-        first_token,
-        first_head,
-        dense_plane_stride,
-        dense_token_stride,
-        dense_head_stride,
-        block_stride,
-        token_stride,
-        head_stride,
-        HEADS_INSIDE,
-        PAIRED,
-        ROWS,
-    )
-    for start in range(0, num_words, WORDS):
-        word = (start + tl.arange(0, WORDS)).to(tl.int64)
-        mask = exists[:, None] & (word < num_words)[None, :]
-        values = tl.load(dense[:, None] + (word * dense_word_stride)[None, :], mask=mask)
-        tl.store(cached[:, None] + (word * word_stride)[None, :], values, mask=mask)
+from kv_kernels.tuning import Tuning, tuning_for
 
 
 def scatter(
@@ -82,21 +25,20 @@ def scatter(
     first_token: int,
     first_head: int,
     backend: Backend | None = None,
+    tuning: Tuning | None = None,
 ) -> Route:
     """Copies `src` [P, T', H', D] to tokens `first_token..` and heads `first_head..` of the listed, distinct blocks.
 
-    `first_token` counts from slot 0 of `block_ids[0]`. CUDA tensors take the Triton kernel, others the torch reference,
-    unless `backend` says otherwise. ValueError if the arguments do not fit each other; nothing is written then.
+    `first_token` counts from slot 0 of `block_ids[0]`. CUDA planes take the Triton kernel, others the torch reference,
+    unless `backend` says otherwise; `src` may then also lie in pinned memory of the host. ValueError if the arguments
+    do not fit each other; nothing is written then.
     """
-    interpreted = not isinstance(_scatter_kernel, triton.JITFunction)
-    if choose_backend(src, backend, interpreted=interpreted) == "reference":
-        reference.scatter(planes, src, block_ids, first_token=first_token, first_head=first_head)
-        return Route("reference", src.dtype.itemsize)
     selection = select(src, planes, block_ids, first_token=first_token, first_head=first_head)
     check_distinct(selection)
+    if choose_backend(planes[0], backend, interpreted=paged_copy.is_interpreted()) == "reference":
+        reference.scatter_selected(planes, src, selection)
+        return Route("reference", src.dtype.itemsize)
     if selection.is_empty:
         return Route("triton", src.dtype.itemsize)
-    launch = plan_launch(src, planes, selection)
-    with on_device(src):
-        _scatter_kernel[launch.grid](*launch.arguments, **launch.constants)
-    return Route("triton", launch.word_bytes)
+    source, target, extent = dense_end(src), paged_end(planes, selection), extent_of(src)
+    return paged_copy.run(plan_launch(source, target, extent, tuning or tuning_for(src), planes[0].device))

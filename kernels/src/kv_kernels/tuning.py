@@ -1,0 +1,38 @@
+"""How a copy is spread over a GPU: measured defaults, which callers may override.
+
+In:  nothing.
+Out: a Tuning for each kind of copy.
+Law: a Tuning changes how long a copy takes and how much of the GPU it occupies, never what it writes.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """`tile_words`: words of at most 8 bytes that one program moves at a time. `num_warps`: of one program.
+
+    `num_programs`: most programs at once, each of which then moves many tiles; None: a program for every tile.
+    """
+
+    tile_words: int
+    num_warps: int
+    num_programs: int | None = None
+
+
+LOCAL: Final = Tuning(tile_words=2048, num_warps=4)
+"""Within one GPU."""
+
+PEER: Final = Tuning(tile_words=2048, num_warps=4)
+"""From another GPU of the host."""
+
+HOST: Final = Tuning(tile_words=2048, num_warps=4, num_programs=64)
+"""To or from pinned memory of the host: few programs fill the bus, and the model keeps the rest."""
+
+
+def tuning_for(dense: Tensor) -> Tuning:
+    """The default of a gather into, or a scatter from, this dense view of a GPU's planes."""
+    return LOCAL if dense.is_cuda else HOST

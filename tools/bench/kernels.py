@@ -1,0 +1,148 @@
+"""Gather, scatter, block copy and host copies of one GPU, beside a plain copy in the same run.
+
+In:  one GPU; `--sweep` also tries other tunings; `--out` a folder for the CSV.
+Out: payload in GB/s (bytes copied, so that a plain copy reads and writes as much), `results/kernels.csv`.
+Law: block ids are random; 32 layers of bf16, 8 heads of 128, blocks of 16 tokens, 1 GiB of payload.
+
+    python tools/bench/kernels.py [--sweep] [--out FOLDER]
+"""
+
+import argparse
+from itertools import product
+from pathlib import Path
+
+import torch
+from gpu_rows import RESULTS, Table, seconds
+from torch import Tensor
+
+from kv_kernels.block_copy import copy_blocks
+from kv_kernels.gather import gather
+from kv_kernels.scatter import scatter
+from kv_kernels.tuning import HOST, LOCAL, Tuning
+
+LAYERS, TOKENS, HEADS, SIZE = 32, 8192, 8, 128
+DEVICE = "cuda"
+
+
+def planes_of(order: str, block: int = 16, heads: int = HEADS, held: int = TOKENS + 4096) -> list[Tensor]:
+    """2 x LAYERS planes [B, T, H, D] in token-major ("BTHD") or head-major ("BHTD") memory, random bits."""
+    shape = (2 * LAYERS, held // block, block, heads, SIZE)
+    if order == "BHTD":
+        shape = (2 * LAYERS, held // block, heads, block, SIZE)
+    whole = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, device=DEVICE).view(torch.bfloat16)
+    return list((whole.transpose(2, 3) if order == "BHTD" else whole).unbind(0))
+
+
+def ids_of(planes: list[Tensor], tokens: int) -> list[int]:
+    """Random blocks for so many tokens."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randperm(planes[0].shape[0], generator=generator)[: -(-tokens // planes[0].shape[1])].tolist()
+
+
+def dense_of(order: str, tokens: int, heads: int, *, pinned: bool = False) -> Tensor:
+    shape = (2 * LAYERS, tokens, heads, SIZE) if order == "BTHD" else (2 * LAYERS, heads, tokens, SIZE)
+    dense = torch.zeros(shape, dtype=torch.bfloat16, device="cpu" if pinned else DEVICE, pin_memory=pinned)
+    return dense if order == "BTHD" else dense.transpose(1, 2)
+
+
+def label(tuning: Tuning) -> str:
+    return f"{tuning.tile_words}w {tuning.num_warps}warps {tuning.num_programs or 'all'}"
+
+
+def device_copy(table: Table) -> float:
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    return table.add("device copy", source.nbytes / seconds(lambda: target.copy_(source)) / 1e9)
+
+
+# (case, memory of planes, of the dense view, heads, tokens, share of the device copy that is to be reached)
+CASES = [
+    ("head-major, all heads", "BHTD", "BHTD", 8, TOKENS, 0.93),
+    ("head-major, half of the heads", "BHTD", "BHTD", 4, 2 * TOKENS, 0.93),
+    ("head-major, one head", "BHTD", "BHTD", 1, 8 * TOKENS, 0.93),
+    ("token-major, all heads", "BTHD", "BTHD", 8, TOKENS, 0.93),
+    ("token-major, half of the heads (1 KiB)", "BTHD", "BTHD", 4, 2 * TOKENS, 0.75),
+    ("head-major to token-major", "BHTD", "BTHD", 8, TOKENS, 0.75),
+    ("head-major, all heads, 8,187 tokens from slot 3", "BHTD", "BHTD", 8, TOKENS - 5, 0.93),
+]
+
+
+def local(table: Table, tunings: list[Tuning], copy_gbps: float) -> None:
+    for case, memory, wire, heads, tokens, share in CASES:
+        planes, dense = planes_of(memory, held=tokens + 4096), dense_of(wire, tokens, heads)
+        ids, first = ids_of(planes, tokens + 16), 3 if "slot 3" in case else 0
+        for tuning in tunings:
+            bar = share * copy_gbps if tuning == LOCAL else 0.0
+            window = {"first_token": first, "first_head": HEADS - heads, "tuning": tuning}
+            time = seconds(lambda p=planes, d=dense, i=ids, w=window: gather(d, p, i, **w))
+            table.add(f"gather {case}", dense.nbytes / time / 1e9, tuning=label(tuning), bar=bar)
+            time = seconds(lambda p=planes, d=dense, i=ids, w=window: scatter(p, d, i, **w))
+            table.add(f"scatter {case}", dense.nbytes / time / 1e9, tuning=label(tuning), bar=bar)
+        del planes, dense
+
+
+def against_index_select(table: Table) -> None:
+    """Half of the heads of one plane's blocks, as torch does it."""
+    planes = planes_of("BHTD", held=2 * TOKENS + 4096)
+    plane = torch.stack(planes[:1])[0].expand(-1, -1, -1, -1).transpose(1, 2)
+    ids = torch.tensor(ids_of(planes, 2 * TOKENS), device=DEVICE)
+    out = torch.empty(len(ids), HEADS // 2, 16, SIZE, dtype=torch.bfloat16, device=DEVICE)
+    time = seconds(lambda: torch.index_select(plane[:, : HEADS // 2], 0, ids, out=out))
+    table.add("torch index_select, half of the heads", out.nbytes / time / 1e9)
+
+
+def blocks(table: Table) -> None:
+    for case, ours, theirs in [("same", ("BHTD", 16), ("BHTD", 16)), ("16 to 64", ("BHTD", 64), ("BHTD", 16))]:
+        target, source = planes_of(*ours), planes_of(*theirs)
+        to, of = ids_of(target, TOKENS), ids_of(source, TOKENS)
+        time = seconds(
+            lambda t=target, s=source, to=to, of=of: copy_blocks(t, to, s, of, num_tokens=TOKENS, num_heads=HEADS)
+        )
+        table.add(f"block copy {case}", 2 * LAYERS * TOKENS * HEADS * SIZE * 2 / time / 1e9)
+
+
+def host(table: Table, tunings: list[Tuning]) -> None:
+    planes = planes_of("BHTD")
+    ids, other = ids_of(planes, TOKENS), ids_of(planes, TOKENS + 4096)[TOKENS // 16 :]
+    dense = dense_of("BHTD", TOKENS, HEADS, pinned=True)
+    few = dense_of("BHTD", 4096, HEADS, pinned=True)
+    window = {"first_token": 0, "first_head": 0}
+    side = torch.cuda.Stream()
+
+    def both(tuning: Tuning) -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            scatter(planes, few, other, **window, tuning=tuning)
+        gather(few_out, planes, ids[: 4096 // 16], **window, tuning=tuning)
+        torch.cuda.current_stream().wait_stream(side)
+
+    few_out = dense_of("BHTD", 4096, HEADS, pinned=True)
+    for tuning in tunings:
+        bars = (50.0, 95.0) if tuning == HOST else (0.0, 0.0)
+        name = label(tuning)
+        time = seconds(lambda t=tuning: gather(dense, planes, ids, **window, tuning=t), 5)
+        table.add("device to pinned host", dense.nbytes / time / 1e9, tuning=name, bar=bars[0])
+        time = seconds(lambda t=tuning: scatter(planes, dense, ids, **window, tuning=t), 5)
+        table.add("pinned host to device", dense.nbytes / time / 1e9, tuning=name, bar=bars[0])
+        time = seconds(lambda t=tuning: both(t), 5)
+        table.add("both ways at once", 2 * few.nbytes / time / 1e9, tuning=name, bar=bars[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    table = Table("kernels")
+    swept = [Tuning(words, warps) for words, warps in product((1024, 2048, 4096), (4, 8))] if options.sweep else []
+    hosts = [Tuning(2048, warps, programs) for warps, programs in product((4, 8), (16, 32, 64, 132))]
+    copy_gbps = device_copy(table)
+    local(table, [LOCAL, *(one for one in swept if one != LOCAL)], copy_gbps)
+    against_index_select(table)
+    blocks(table)
+    host(table, [HOST, *(one for one in hosts if one != HOST)] if options.sweep else [HOST])
+    table.finish(options.out)
+
+
+if __name__ == "__main__":
+    main()
