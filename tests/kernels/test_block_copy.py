@@ -1,4 +1,4 @@
-"""Copies between paged caches of different shape: reference, interpreted kernel and mapped planes, against the model."""
+"""Copies between paged caches of different shape: reference, kernel and mapped planes, against the model."""
 
 from random import Random
 

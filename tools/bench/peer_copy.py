@@ -158,13 +158,15 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--gpus", default="0,1", help="of the owner and of the reader; equal: proves bits only")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    owners, readers = options.gpus.split(",")
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe()
     processes = [
-        context.Process(target=owner, args=("0", theirs), daemon=True),
-        context.Process(target=reader, args=("1", ours, options.sweep, options.out), daemon=True),
+        context.Process(target=owner, args=(owners, theirs), daemon=True),
+        context.Process(target=reader, args=(readers, ours, options.sweep, options.out), daemon=True),
     ]
     for process in processes:
         process.start()
