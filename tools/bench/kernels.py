@@ -84,7 +84,7 @@ def local(table: Table, tunings: list[Tuning], copy_gbps: float) -> None:
 def against_index_select(table: Table) -> None:
     """Half of the heads of one plane's blocks, as torch does it."""
     planes = planes_of("BHTD", held=2 * TOKENS + 4096)
-    plane = torch.stack(planes[:1])[0].expand(-1, -1, -1, -1).transpose(1, 2)
+    plane = planes[0].transpose(1, 2)
     ids = torch.tensor(ids_of(planes, 2 * TOKENS), device=DEVICE)
     out = torch.empty(len(ids), HEADS // 2, 16, SIZE, dtype=torch.bfloat16, device=DEVICE)
     time = seconds(lambda: torch.index_select(plane[:, : HEADS // 2], 0, ids, out=out))
@@ -134,8 +134,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     table = Table("kernels")
-    swept = [Tuning(words, warps) for words, warps in product((1024, 2048, 4096), (4, 8))] if options.sweep else []
-    hosts = [Tuning(2048, warps, programs) for warps, programs in product((4, 8), (16, 32, 64, 132))]
+    swept = [Tuning(words, warps) for words, warps in product((512, 1024, 2048), (4, 8, 16))] if options.sweep else []
+    hosts = [Tuning(2048, warps, programs) for warps, programs in product((4, 16), (32, 132, 264, 528, None))]
     copy_gbps = device_copy(table)
     local(table, [LOCAL, *(one for one in swept if one != LOCAL)], copy_gbps)
     against_index_select(table)
