@@ -1,6 +1,7 @@
 """The Triton kernels compiled for a GPU: bits, reach (more blocks and bytes than 32 bits count), order in time."""
 
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def test_bits_are_those_of_the_reference(way, seed):
 def test_blocks_are_copied_as_by_the_model(memories, seed, is_mapped):
     copy = draw_block_copy(Random(seed), (1, 2, 4, 8)[seed % 4], memories, (1, 3, 8, 16)[seed % 4], "cuda")
     expected = block_copied(copy)
-    window = {"num_tokens": copy.num_tokens, "num_heads": copy.num_heads}
+    window: Any = {"num_tokens": copy.num_tokens, "num_heads": copy.num_heads}
     window |= {"at": Corner(*copy.at), "source_at": Corner(*copy.source_at)}
     if is_mapped:
         mapped = MappedPlanes.of(copy.source)

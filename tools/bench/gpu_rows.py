@@ -15,7 +15,12 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from torch import Tensor
 
+from kv_kernels.tuning import Tuning
+
+LAYERS, HEADS, SIZE = 32, 8, 128
+DEVICE = "cuda"
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -66,15 +71,47 @@ def seconds(copy: Callable[[], object], repetitions: int = 10) -> float:
     """Median time of one call on the current stream, after three to warm up."""
     for _ in range(3):
         copy()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repetitions)]
+    events = [(_event(), _event()) for _ in range(repetitions)]
     for start, stop in events:
         # Why: behind a sleep of a millisecond the host is ahead, and its own time is not counted.
-        torch.cuda._sleep(2_000_000)
+        torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]
         start.record()
         copy()
         stop.record()
     torch.cuda.synchronize()
-    return median(start.elapsed_time(stop) for start, stop in events) / 1e3
+    return float(median(start.elapsed_time(stop) for start, stop in events)) / 1e3
+
+
+def planes_of(order: str, block: int = 16, heads: int = HEADS, held: int = 12288) -> list[Tensor]:
+    """2 x LAYERS planes [B, T, H, D] in token-major ("BTHD") or head-major ("BHTD") memory, random bits."""
+    shape = (2 * LAYERS, held // block, block, heads, SIZE)
+    if order == "BHTD":
+        shape = (2 * LAYERS, held // block, heads, block, SIZE)
+    whole = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, device=DEVICE).view(torch.bfloat16)
+    return list((whole.transpose(2, 3) if order == "BHTD" else whole).unbind(0))
+
+
+def ids_of(planes: list[Tensor], tokens: int) -> list[int]:
+    """Random blocks for so many tokens."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randperm(planes[0].shape[0], generator=generator)[: -(-tokens // planes[0].shape[1])].tolist()
+
+
+def label(tuning: Tuning) -> str:
+    """A tuning in a few words."""
+    return f"{tuning.tile_words}w {tuning.num_warps}warps {tuning.num_programs or 'all'}"
+
+
+def device_copy(table: Table) -> float:
+    """The figure that others are held against: payload of a plain copy of 1 GiB."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    gbps = source.nbytes / seconds(lambda: target.copy_(source)) / 1e9
+    return table.add("device copy", gbps)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _head() -> str:

@@ -10,9 +10,10 @@ Law: block ids are random; 32 layers of bf16, 8 heads of 128, blocks of 16 token
 import argparse
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
-from gpu_rows import RESULTS, Table, seconds
+from gpu_rows import DEVICE, HEADS, LAYERS, RESULTS, SIZE, Table, device_copy, ids_of, label, planes_of, seconds
 from torch import Tensor
 
 from kv_kernels.block_copy import copy_blocks
@@ -20,39 +21,13 @@ from kv_kernels.gather import gather
 from kv_kernels.scatter import scatter
 from kv_kernels.tuning import HOST, LOCAL, Tuning
 
-LAYERS, TOKENS, HEADS, SIZE = 32, 8192, 8, 128
-DEVICE = "cuda"
-
-
-def planes_of(order: str, block: int = 16, heads: int = HEADS, held: int = TOKENS + 4096) -> list[Tensor]:
-    """2 x LAYERS planes [B, T, H, D] in token-major ("BTHD") or head-major ("BHTD") memory, random bits."""
-    shape = (2 * LAYERS, held // block, block, heads, SIZE)
-    if order == "BHTD":
-        shape = (2 * LAYERS, held // block, heads, block, SIZE)
-    whole = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, device=DEVICE).view(torch.bfloat16)
-    return list((whole.transpose(2, 3) if order == "BHTD" else whole).unbind(0))
-
-
-def ids_of(planes: list[Tensor], tokens: int) -> list[int]:
-    """Random blocks for so many tokens."""
-    generator = torch.Generator().manual_seed(1)
-    return torch.randperm(planes[0].shape[0], generator=generator)[: -(-tokens // planes[0].shape[1])].tolist()
+TOKENS = 8192
 
 
 def dense_of(order: str, tokens: int, heads: int, *, pinned: bool = False) -> Tensor:
     shape = (2 * LAYERS, tokens, heads, SIZE) if order == "BTHD" else (2 * LAYERS, heads, tokens, SIZE)
     dense = torch.zeros(shape, dtype=torch.bfloat16, device="cpu" if pinned else DEVICE, pin_memory=pinned)
     return dense if order == "BTHD" else dense.transpose(1, 2)
-
-
-def label(tuning: Tuning) -> str:
-    return f"{tuning.tile_words}w {tuning.num_warps}warps {tuning.num_programs or 'all'}"
-
-
-def device_copy(table: Table) -> float:
-    source = torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE)
-    target = torch.empty_like(source)
-    return table.add("device copy", source.nbytes / seconds(lambda: target.copy_(source)) / 1e9)
 
 
 # (case, memory of planes, of the dense view, heads, tokens, share of the device copy that is to be reached)
@@ -73,7 +48,7 @@ def local(table: Table, tunings: list[Tuning], copy_gbps: float) -> None:
         ids, first = ids_of(planes, tokens + 16), 3 if "slot 3" in case else 0
         for tuning in tunings:
             bar = share * copy_gbps if tuning == LOCAL else 0.0
-            window = {"first_token": first, "first_head": HEADS - heads, "tuning": tuning}
+            window: Any = {"first_token": first, "first_head": HEADS - heads, "tuning": tuning}
             time = seconds(lambda p=planes, d=dense, i=ids, w=window: gather(d, p, i, **w))
             table.add(f"gather {case}", dense.nbytes / time / 1e9, tuning=label(tuning), bar=bar)
             time = seconds(lambda p=planes, d=dense, i=ids, w=window: scatter(p, d, i, **w))
@@ -82,7 +57,7 @@ def local(table: Table, tunings: list[Tuning], copy_gbps: float) -> None:
 
 
 def against_index_select(table: Table) -> None:
-    """Half of the heads of all planes' blocks as torch does it, a call a plane; one plane would stay in the L2 cache."""
+    """Half of the heads as torch does it, a call for each plane; one plane alone would stay in the L2 cache."""
     planes = planes_of("BHTD", held=2 * TOKENS + 4096)
     views = [plane.transpose(1, 2)[:, : HEADS // 2] for plane in planes]
     ids = torch.tensor(ids_of(planes, 2 * TOKENS), device=DEVICE)
@@ -110,8 +85,8 @@ def host(table: Table, tunings: list[Tuning]) -> None:
     ids, other = ids_of(planes, TOKENS), ids_of(planes, TOKENS + 4096)[TOKENS // 16 :]
     dense = dense_of("BHTD", TOKENS, HEADS, pinned=True)
     few = dense_of("BHTD", 4096, HEADS, pinned=True)
-    window = {"first_token": 0, "first_head": 0}
-    side = torch.cuda.Stream()
+    window: Any = {"first_token": 0, "first_head": 0}
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def both(tuning: Tuning) -> None:
         side.wait_stream(torch.cuda.current_stream())
@@ -137,6 +112,9 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("not measured: this benchmark needs a GPU")
+        return
     table = Table("kernels")
     swept = [Tuning(words, warps) for words, warps in product((512, 1024, 2048), (4, 8, 16))] if options.sweep else []
     hosts = [Tuning(2048, warps, programs) for warps, programs in product((4, 16), (32, 132, 264, 528, None))]

@@ -29,7 +29,8 @@ def dense_end(dense: Tensor) -> End:
 def paged_end(planes: Sequence[Tensor] | MappedPlanes, selection: Selection) -> End:
     """The selected tokens and heads of the planes."""
     if isinstance(planes, MappedPlanes):
-        addresses, strides, itemsize = planes.addresses, planes.strides, planes.dtype.itemsize
+        addresses, itemsize = planes.addresses, planes.dtype.itemsize
+        strides: tuple[int, ...] = planes.strides
     else:
         addresses = tuple(plane.data_ptr() for plane in planes)
         strides, itemsize = planes[0].stride(), planes[0].dtype.itemsize

@@ -119,7 +119,8 @@ def select_pair(
     _check_planes(planes)
     kind = len(planes), planes[0].shape[3], planes[0].dtype
     if isinstance(source, MappedPlanes):
-        source_shape, source_kind = source.shape, (len(source.addresses), source.shape[3], source.dtype)
+        source_shape: tuple[int, ...] = source.shape
+        source_kind = (len(source.addresses), source.shape[3], source.dtype)
     else:
         _check_planes(source)
         source_shape, source_kind = tuple(source[0].shape), (len(source), source[0].shape[3], source[0].dtype)
