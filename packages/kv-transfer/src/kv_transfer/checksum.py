@@ -38,13 +38,13 @@ class Summer:
 
     def _weights_for(self, num_words: int, device: torch.device) -> Tensor:
         if self._weights.numel() < num_words or self._weights.device != device:
-            self._weights = weights(max(num_words, 2 * self._weights.numel())).to(device)
+            self._weights = weights(max(num_words, 2 * self._weights.numel()), device)
         return self._weights
 
 
-def weights(num_words: int) -> Tensor:
-    """k[0 .. num_words), int64: the finalizer of MurmurHash3 over i + 1, made odd."""
-    mixed = torch.arange(1, num_words + 1, dtype=torch.int64)
+def weights(num_words: int, device: torch.device | None = None) -> Tensor:
+    """k[0 .. num_words), int64: the finalizer of MurmurHash3 over i + 1, made odd; computed where they are used."""
+    mixed = torch.arange(1, num_words + 1, dtype=torch.int64, device=device)
     for factor in _MIX:
         mixed = (mixed ^ _shifted(mixed)) * _signed(factor)
     return (mixed ^ _shifted(mixed)) | 1

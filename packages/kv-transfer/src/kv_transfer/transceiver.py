@@ -23,7 +23,7 @@ from kv_core.errors import CallerError
 from kv_core.ids import Incarnation, InstanceId, Rank, RequestId, TransferId
 from kv_transfer.agent.base import Agent
 from kv_transfer.agent.cards import AgentCard
-from kv_transfer.config import TransferConfig
+from kv_transfer.config import TransferConfig, default_chunk_bytes
 from kv_transfer.copies import Copier
 from kv_transfer.core import Core
 from kv_transfer.faults import Faults, NoFaults
@@ -74,7 +74,7 @@ class Transceiver:
         self._reactor = Reactor(f"kvferry-rank-{rank}", config, faults)
         self._mover = Mover(device, self._reactor.post)
         try:
-            self._card = _card_of(config, rank, state, self._reactor.wire.port, (send, receive))
+            self._card = _card_of(config, rank, state, self._reactor.wire.port, (send, receive), device.type)
             room = Room(
                 config=config,
                 identity=Identity(instance, incarnation, self._card, _prepared(agent, (send, receive), self._reactor)),
@@ -183,13 +183,16 @@ class Transceiver:
         self._ordered.difference_update(each.request_id for each in received)
 
 
-def _card_of(config: TransferConfig, rank: Rank, state: CacheState, port: int, arenas: Sequence[Arena]) -> RankCard:
+def _card_of(
+    config: TransferConfig, rank: Rank, state: CacheState, port: int, arenas: Sequence[Arena], device_type: str
+) -> RankCard:
+    chunk_bytes = config.chunk_bytes or default_chunk_bytes(device_type)
     return RankCard(
         rank=rank,
         host=config.call_host,
         port=port,
         state=state,
-        max_chunk_bytes=min(config.chunk_bytes, *(arena.max_lease_bytes for arena in arenas)),
+        max_chunk_bytes=min(chunk_bytes, *(arena.max_lease_bytes for arena in arenas)),
     )
 
 
