@@ -1,0 +1,340 @@
+"""Instances of several ranks: production Core and door, over simulated surroundings and tagged blocks.
+
+In:  a shape; offers, orders, aborts, deaths.
+Out: Instance, one run after the other at the same addresses; Rank, one rank of one run.
+Law: an element is a number that names its request, layer, head and token. Blocks are scattered into only while their
+     order is open, each element once; they are gathered only while their offer is not over, and overwritten after it.
+"""
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import SimpleNamespace
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_core.ids import Incarnation, InstanceId, Rank, RequestId, SessionId
+from kv_core.spans import Span
+from kv_testing.layouts import make_state
+from kv_testing.sim.clockwork import Process, check
+from kv_testing.sim.network import Network, SimAgent, SimWire
+from kv_transfer.config import TransferConfig
+from kv_transfer.copies import CorruptBytes
+from kv_transfer.core import Core
+from kv_transfer.instance import _Porter
+from kv_transfer.mover import Moved
+from kv_transfer.orders import Offer, Received, ReceiveOrder, Settled
+from kv_transfer.plan.cache_state import BlockLayout, CacheState, ParallelLayout, Share
+from kv_transfer.plan.plan import Chunk
+from kv_transfer.protocol.messages import InstanceCard, Message, RankCard
+from kv_transfer.room import Identity, Room
+from kv_transfer.staging import Arena
+
+NUM_LAYERS, NUM_HEADS, NUM_TOKENS, MAX_REQUESTS = 2, 4, 12, 8
+POISON = np.uint64(0xDEAD_DEAD_DEAD_DEAD)
+Elements = npt.NDArray[np.uint64]
+
+
+@lru_cache
+def state_of(tp: int, stages: tuple[int, ...], tokens_per_block: int) -> CacheState:
+    """8 bytes for each (layer, head, token)."""
+    return make_state(
+        fingerprint="model",
+        dtype="float32",
+        head_size=2,
+        num_planes=1,
+        num_layers=NUM_LAYERS,
+        num_kv_heads=NUM_HEADS,
+        tokens_per_block=tokens_per_block,
+        layout=BlockLayout("head_major"),
+        parallel=ParallelLayout.even(tp, list(stages), NUM_HEADS),
+    )
+
+
+@lru_cache
+def tags(transfer: int) -> Elements:
+    """[layer, head, token] of one transfer; never 0."""
+    layers, heads, tokens = np.ogrid[:NUM_LAYERS, :NUM_HEADS, :NUM_TOKENS]
+    return ((transfer + 1) << 24 | layers << 16 | heads << 8 | tokens).astype(np.uint64)
+
+
+def table_of(slot: int, tokens_per_block: int) -> tuple[int, ...]:
+    """The blocks of one request; nobody else's."""
+    num_blocks = -(-NUM_TOKENS // tokens_per_block)
+    return tuple(slot * num_blocks + (5 * block + slot) % num_blocks for block in range(num_blocks))
+
+
+@lru_cache
+def places_of(table: tuple[int, ...], tokens_per_block: int, tokens: Span) -> npt.NDArray[np.int64]:
+    token = np.arange(tokens.start, tokens.stop)
+    return np.asarray(table)[token // tokens_per_block] * tokens_per_block + token % tokens_per_block
+
+
+class SimCopier:
+    """The blocks of one rank, and the copies into and out of them."""
+
+    def __init__(self, share: Share, tokens_per_block: int) -> None:
+        num_places = MAX_REQUESTS * -(-NUM_TOKENS // tokens_per_block) * tokens_per_block
+        self.share = share
+        self.elements: Elements = np.zeros((len(share.layers), len(share.heads), num_places), dtype=np.uint64)
+        self.times_written = np.zeros(self.elements.shape, dtype=np.int8)
+        self.readable: set[tuple[int, ...]] = set()
+        self.writable: set[tuple[int, ...]] = set()
+        self._tokens_per_block = tokens_per_block
+
+    def fill(self, table: tuple[int, ...], transfer: int) -> None:
+        """What a prefill leaves in its blocks."""
+        self.readable.add(table)
+        layers, heads = self.share.layers, self.share.heads
+        self.elements[:, :, self.places(table, Span(0, NUM_TOKENS))] = tags(transfer)[
+            layers.start : layers.stop, heads.start : heads.stop
+        ]
+
+    def poison(self, table: tuple[int, ...]) -> None:
+        """The engine uses the blocks for something else."""
+        self.readable.discard(table)
+        self.elements[:, :, self.places(table, Span(0, NUM_TOKENS))] = POISON
+
+    def places(self, table: Sequence[int], tokens: Span) -> npt.NDArray[np.int64]:
+        return places_of(tuple(table), self._tokens_per_block, tokens)
+
+    def gather(
+        self, chunk: Chunk, table: Sequence[int], ours: CacheState, staged: memoryview, *, checksum: bool
+    ) -> Callable[[], int | None]:
+        def run() -> int | None:
+            check(tuple(table) in self.readable, "blocks are read after their request was reported as sent")
+            layers, heads = self._part(chunk)
+            places = self.places(table, chunk.tokens)
+            staged[:] = self.elements[layers, heads][:, :, places].tobytes()
+            return zlib.crc32(staged) if checksum else None
+
+        return run
+
+    def scatter(
+        self,
+        session: SessionId,
+        chunk: Chunk,
+        table: Sequence[int],
+        theirs: CacheState,
+        staged: memoryview,
+        checksum: int | None,
+        is_wanted: Callable[[], bool],
+    ) -> Callable[[], None]:
+        def run() -> None:
+            if not is_wanted():
+                return
+            if checksum is not None and zlib.crc32(staged) != checksum:
+                raise CorruptBytes("checksums differ")
+            check(tuple(table) in self.writable, "blocks are written after their order was reported")
+            layers, heads = self._part(chunk)
+            places = self.places(table, chunk.tokens)
+            shape = (len(chunk.piece.layers), len(chunk.piece.heads), len(chunk.tokens))
+            self.elements[layers, heads, places] = np.frombuffer(staged, np.uint64).reshape(shape)
+            self.times_written[layers, heads, places] += 1
+
+        return run
+
+    def check_loaded(self, table: tuple[int, ...], tokens: Span, transfer: int, *, why: str) -> None:
+        """Each wanted element is here, right, and was written once; no other of these blocks was touched."""
+        layers, heads = self.share.layers, self.share.heads
+        wanted = tags(transfer)[layers.start : layers.stop, heads.start : heads.stop, tokens.start : tokens.stop]
+        places = self.places(table, tokens)
+        check(bool((self.elements[:, :, places] == wanted).all()), "wrong bytes are reported as received:", why)
+        check(bool((self.times_written[:, :, places] == 1).all()), "an element was not moved exactly once:", why)
+        everywhere = self.places(table, Span(0, NUM_TOKENS))
+        num_written = int(self.times_written[:, :, everywhere].sum())
+        check(num_written == wanted.size, "elements that nobody asked for were moved:", why)
+
+    def _part(self, chunk: Chunk) -> tuple[slice, slice]:
+        layers, heads = chunk.piece.layers, chunk.piece.heads
+        first, head = self.share.layers.start, self.share.heads.start
+        return slice(layers.start - first, layers.stop - first), slice(heads.start - head, heads.stop - head)
+
+
+class SimCopies:
+    """One copy after the other, each taking its time."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._jobs: deque[tuple[Callable[[], int | None], Callable[[Moved], None]]] = deque()
+
+    def submit(self, run: Callable[[], int | None], after: None, then: Callable[[Moved], None]) -> None:
+        self._jobs.append((run, then))
+        if len(self._jobs) == 1:
+            self._begin()
+
+    def _begin(self) -> None:
+        clockwork = self._process.clockwork
+        clockwork.after(clockwork.weather.copy_s * clockwork.dice.random(), self._finish)
+
+    def _finish(self) -> None:
+        """Its thread stops and dies with its process."""
+        if self._process.is_stopped and self._process.is_alive:
+            self._process.on_resume.append(self._finish)
+            return
+        if not self._process.is_alive:
+            return
+        run, then = self._jobs.popleft()
+        try:
+            moved = Moved(run(), None, 0.0)
+        except CorruptBytes as error:
+            moved = Moved(None, error, 0.0)
+        if self._jobs:
+            self._begin()
+        self._process.do(lambda: then(moved))
+
+
+class SimFaults:
+    """Holds writes back, and tells the agent whose chunk is written next."""
+
+    def __init__(self, process: Process, agent: SimAgent) -> None:
+        self._clockwork = process.clockwork
+        self._agent = agent
+
+    def after_verify(self, session: SessionId, chunk: Chunk, received: object) -> None:
+        """Not asked: our copier has bytes of its own."""
+
+    def before_write(self, session: SessionId, seq: int) -> bool:
+        self._agent.writing = session, seq
+        return self._clockwork.hits(self._clockwork.weather.hold)
+
+    def outgoing(self, message: Message) -> Sequence[float]:
+        return (0.0,)
+
+
+@dataclass(eq=False)
+class SimRank:
+    """One rank of one run."""
+
+    process: Process
+    core: Core
+    copier: SimCopier
+    card: RankCard
+    arenas: tuple[Arena, Arena]
+
+
+class Instance:
+    """One engine: a door and its ranks, and what it is told."""
+
+    def __init__(self, network: Network, name: str, state: CacheState, config: TransferConfig) -> None:
+        self.network = network
+        self.name = name
+        self.state = state
+        self.config = config
+        self.on_sent: Callable[[Instance, int, RequestId], None] = lambda *_: None
+        self.on_received: Callable[[Instance, int, Received], None] = lambda *_: None
+        self.on_settled: Callable[[Instance, Settled], None] = lambda *_: None
+        self.num_runs = 0
+        self.start()
+
+    @property
+    def processes(self) -> list[Process]:
+        return [self.door, *(rank.process for rank in self.ranks)]
+
+    @property
+    def is_whole(self) -> bool:
+        return all(process.is_alive for process in self.processes)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.door.address
+
+    def start(self) -> None:
+        """A new run at the same addresses."""
+        self.num_runs += 1
+        self.incarnation = Incarnation(f"{self.name}-{self.num_runs}")
+        self.settled: deque[Settled] = deque()
+        self._unsettled: set[RequestId] = set()
+        self.door = self._process(0)
+        self.porter = _Porter(
+            self.config,
+            InstanceId(self.name),
+            self.incarnation,
+            SimpleNamespace(wire=self.door.wire, timers=self.door.timers, counters=self.door.counters),  # type: ignore[arg-type]
+            self.settled,
+        )
+        self.door.resident = self.porter
+        self.ranks = [self._rank(rank) for rank in self.state.parallel.ranks]
+        cards = tuple(rank.card for rank in self.ranks)
+        self.porter.set_card(InstanceCard(instance=InstanceId(self.name), incarnation=self.incarnation, ranks=cards))
+
+    def offer(self, offer: Offer, transfer: int, lease_s: float) -> None:
+        """Blocks are filled; door and ranks learn of it one after the other."""
+        clockwork, door = self.network.clockwork, self.door
+        end = clockwork.now + lease_s
+        door.do(lambda: self.porter.open(offer.transfer_id, offer.request_id, offer.prompt_key, end))
+        for rank in self.ranks:
+            rank.copier.fill(offer.block_ids, transfer)
+            hand_in = lambda rank=rank: rank.process.do(lambda: rank.core.sender.offer(offer, None))  # noqa: E731
+            clockwork.after(0.01 * clockwork.dice.random(), hand_in)
+        self._unsettled.add(offer.request_id)
+        if len(self._unsettled) == 1:
+            self._collect(door)
+
+    def order(self, number: int, order: ReceiveOrder, began: Callable[[], None]) -> None:
+        """One rank begins to fetch its part, once it runs."""
+        rank = self.ranks[number]
+        rank.copier.writable.add(order.block_ids)
+
+        def begin() -> None:
+            began()
+            rank.core.loads.order(order, None)
+
+        rank.process.do(begin)
+
+    def _collect(self, door: Process) -> None:
+        """Pass on settlements, as an engine does at every step."""
+        if not door.is_alive or door is not self.door:
+            return
+        while self.settled:
+            settled = self.settled.popleft()
+            self._unsettled.discard(settled.request_id)
+            self.on_settled(self, settled)
+        if self._unsettled:
+            self.network.clockwork.after(0.1, lambda: self._collect(door))
+
+    def pass_on(self, settled: Settled) -> None:
+        for rank in self.ranks:
+            rank.process.do(
+                lambda rank=rank: rank.core.sender.settle(settled.transfer_id, settled.request_id, settled.reason)  # type: ignore[misc]
+            )
+
+    def _process(self, number: int) -> Process:
+        made = Process(self.network.clockwork, (self.name, 1000 + number))
+        made.wire = SimWire(self.network, made)
+        self.network.listeners[made.address] = made
+        return made
+
+    def _rank(self, number: Rank) -> SimRank:
+        process, network, config = self._process(1 + number), self.network, self.config
+        agent = SimAgent(network, process, f"{self.incarnation}/{number}")
+        send, receive = (Arena(network.region(size)) for size in (config.send_arena_bytes, config.receive_arena_bytes))
+        agent.send_arena = send
+        agent.register(send.region)
+        agent.register(receive.region)
+        host, port = process.address
+        card = RankCard(rank=number, host=host, port=port, state=self.state, max_chunk_bytes=config.chunk_bytes)
+        copier = SimCopier(self.state.share_of(number), self.state.tokens_per_block)
+        room = Room(
+            config=config,
+            identity=Identity(InstanceId(self.name), self.incarnation, card, agent.card()),
+            wire=process.wire,
+            timers=process.timers,
+            counters=process.counters,
+            faults=SimFaults(process, agent),
+            agent=agent,  # type: ignore[arg-type]
+            copies=SimCopies(process),  # type: ignore[arg-type]
+            new_session=lambda: SessionId(f"{network.next_number():032x}"),
+        )
+        sent = lambda request_id: self.on_sent(self, number, request_id)  # noqa: E731
+        received = lambda outcome: self.on_received(self, number, outcome)  # noqa: E731
+        core = Core(room, send, receive, copier, sent, received)  # type: ignore[arg-type]
+        # Why: nobody reads the published status here, and measuring it is a quarter of a schedule's time.
+        core._publish_at = float("inf")
+        sessions = core.loads.receiver._sessions
+        process.wire.receive_lease = lambda grant: sessions[grant.session].granted[grant.seq]  # type: ignore[attr-defined]
+        process.resident = core  # type: ignore[assignment]
+        return SimRank(process, core, copier, card, (send, receive))

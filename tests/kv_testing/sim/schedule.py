@@ -1,0 +1,334 @@
+"""One schedule: a world, its weather and what happens in it, all from one seed.
+
+In:  a seed.
+Out: `run`, which plays the schedule and raises Violation if a law is broken; Played, what happened.
+Law, safety: each order has one outcome at each rank; what is reported as received is right, each element moved once.
+Law, liveness: each order is reported by its deadline or, where its process stood still, soon after it goes on; once all
+     have gone on or died nothing is open and no timer but the clockwork's own is left; then a request between any
+     two instances succeeds.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+
+from kv_core.ids import RequestId, TransferId
+from kv_core.spans import Span
+from kv_testing.sim.clockwork import Clockwork, Process, Violation, Weather, check
+from kv_testing.sim.instances import NUM_TOKENS, Instance, state_of, table_of
+from kv_testing.sim.network import Network
+from kv_transfer.config import TransferConfig
+from kv_transfer.orders import Offer, Received, ReceiveOrder, Settled
+from kv_transfer.protocol.messages import Release
+
+DEADLINE_S, LEASE_S = 4.0, 5.0
+SLACK_S = 3.0
+"""Copies that are queued or running when a deadline passes."""
+QUIET_S = 60.0
+"""Far more than anything needs to end in calm weather."""
+TIMERS_S = 15.0
+"""More than the longest pause of anything that ends by itself."""
+PROMPT = b"k" * 32
+SHAPES = [(1, (2,)), (2, (2,)), (3, (2,)), (1, (1, 1)), (2, (1, 1)), (4, (2,))]
+USUAL_CONFIG = {
+    "request_deadline_s": DEADLINE_S,
+    "lease_s": LEASE_S,
+    "release_deadline_s": 8.0,
+    "peer_timeout_s": 0.8,
+    "nudge_s": 0.3,
+    "nudge_limit_s": 1.2,
+    "chunk_bytes": 4096,
+}
+
+
+@dataclass
+class Request:
+    """One prompt that a prefill instance has and a decode instance wants."""
+
+    number: int
+    prefill: Instance
+    decode: Instance
+    tokens: Span
+    is_last: bool = False
+    ordered: dict[int, float] = field(default_factory=dict)
+    run: int = 0
+    outcomes: dict[int, Received] = field(default_factory=dict)
+
+    @property
+    def transfer_id(self) -> TransferId:
+        return TransferId(f"{self.number:032x}")
+
+    @property
+    def request_id(self) -> RequestId:
+        return RequestId(f"r{self.number}")
+
+    def table(self, instance: Instance) -> tuple[int, ...]:
+        return table_of(self.number, instance.state.tokens_per_block)
+
+
+@dataclass(frozen=True)
+class Played:
+    """What a schedule came to."""
+
+    num_events: int
+    outcomes: Counter[str]
+    num_landed_late: int
+    ended_at: float
+
+
+class World:
+    """The instances, the requests, and the laws about them."""
+
+    def __init__(self, seed: int, **settings: object) -> None:
+        self.dice = dice = Random(seed)
+        self.clockwork = Clockwork(dice, draw_weather(dice))
+        self.network = Network(self.clockwork)
+        arena = 4096 * dice.choice((1, 2, 3, 8))
+        chunk = dice.choice((64, 128, 4096))
+        config = TransferConfig(
+            **USUAL_CONFIG
+            | {
+                "send_arena_bytes": 4096 * dice.choice((1, 2, 4)),
+                "receive_arena_bytes": arena,
+                "chunk_bytes": chunk,
+                "chunks_in_flight": dice.choice((1, 2, 4)),
+            }
+            | settings  # type: ignore[arg-type]
+        )
+        self.prefills = [self._instance(f"p{number}", config) for number in range(dice.choice((1, 1, 2)))]
+        self.decodes = [self._instance(f"d{number}", config) for number in range(dice.choice((1, 1, 2)))]
+        self.requests: list[Request] = []
+        self._sent: set[tuple[str, int, RequestId]] = set()
+        self.outcomes: Counter[str] = Counter()
+
+    @property
+    def instances(self) -> list[Instance]:
+        return self.prefills + self.decodes
+
+    def play(self) -> Played:
+        """All of it."""
+        self._plan()
+        calm_at = self.clockwork.weather.calm_at
+        self.clockwork.run_until(calm_at)
+        self._settle_down()
+        self._wait_until_idle("after the storm")
+        self._next_request()
+        self._wait_until_idle("after the next request")
+        return Played(self.clockwork.num_events, self.outcomes, self.network.num_landed_late, self.clockwork.now)
+
+    # -- what happens ------------------------------------------------------------------------------------------------
+
+    def _plan(self) -> None:
+        dice, after = self.dice, self.clockwork.after
+        for number in range(dice.choice((1, 2, 2, 3, 5))):
+            request = self._request(number)
+            start = 2.0 * dice.random() ** 2
+            after(start, partial(self._order, request))
+            if dice.random() < 0.95:
+                late_s = dice.choice((-0.5, -0.05, 0.0, 0.02, 1.0, 5.0)) if dice.random() < 0.4 else 0.0
+                after(max(0.0, start + late_s), partial(self._offer, request))
+            if dice.random() < 0.15:
+                after(start + dice.expovariate(8), partial(self._abort, request))
+            if dice.random() < 0.1:
+                after(start + dice.expovariate(8), partial(self._withdraw, request))
+        for instance in self.instances:
+            if dice.random() < 0.25:
+                after(2.5 * dice.random() ** 2, partial(self._crash, instance))
+            for process in instance.processes:
+                if dice.random() < 0.15:
+                    self._plan_stop(process)
+
+    def _plan_stop(self, process: Process) -> None:
+        at, for_s = 2.5 * self.dice.random() ** 2, self.dice.choice((0.3, 1.0, 3.0, 6.0))
+        self.clockwork.after(at, process.stop)
+        self.clockwork.after(at + for_s, lambda: process.resume() if process.is_stopped else None)
+
+    def _request(self, number: int) -> Request:
+        start = self.dice.choice((0, 0, 1, 5))
+        prefill, decode = self.dice.choice(self.prefills), self.dice.choice(self.decodes)
+        request = Request(number, prefill, decode, Span(start, self.dice.randint(start + 1, NUM_TOKENS)))
+        self.requests.append(request)
+        return request
+
+    def _offer(self, request: Request) -> None:
+        if not request.prefill.is_whole:
+            return
+        table = request.table(request.prefill)
+        offer = Offer(request.transfer_id, request.request_id, PROMPT, NUM_TOKENS, table)
+        request.prefill.offer(offer, request.number, LEASE_S)
+
+    def _order(self, request: Request) -> None:
+        decode = request.decode
+        if not decode.is_whole:
+            return
+        request.run = decode.num_runs
+        host, port = request.prefill.address
+        wanted = request.prefill.incarnation if self.dice.random() < 0.7 else None
+        order = ReceiveOrder(
+            request.request_id, request.transfer_id, PROMPT, request.tokens, request.table(decode), host, port, wanted
+        )
+        for number in range(len(decode.ranks)):
+            request.ordered[number] = float("inf")
+            decode.order(number, order, partial(self._began, request, number))
+
+    def _began(self, request: Request, number: int) -> None:
+        request.ordered[number] = self.clockwork.now
+
+    def _abort(self, request: Request) -> None:
+        for rank in request.decode.ranks:
+            rank.process.do(partial(rank.core.loads.abort, request.request_id))
+
+    def _withdraw(self, request: Request) -> None:
+        instance = request.prefill
+        instance.door.do(lambda: instance.porter.withdraw(request.request_id, "aborted"))
+
+    def _crash(self, instance: Instance) -> None:
+        """One process dies, the engine ends the others, and perhaps begins anew."""
+        if not instance.is_whole:
+            return
+        self.dice.choice(instance.processes).die()
+        self.clockwork.after(0.5 * self.dice.random(), lambda: self._end(instance, instance.num_runs))
+        if self.dice.random() < 0.7:
+            self.clockwork.after(0.5 + 2 * self.dice.random(), lambda: self._restart(instance))
+
+    def _end(self, instance: Instance, run: int) -> None:
+        if instance.num_runs == run:
+            for process in instance.processes:
+                process.die()
+
+    def _restart(self, instance: Instance) -> None:
+        if not instance.is_whole:
+            for process in instance.processes:
+                process.die()
+            instance.start()
+
+    # -- what is told ------------------------------------------------------------------------------------------------
+
+    def _on_received(self, instance: Instance, number: int, received: Received) -> None:
+        request = next(each for each in self.requests if each.request_id == received.request_id)
+        check(number not in request.outcomes, "an order is reported twice:", request.request_id, number)
+        request.outcomes[number] = received
+        rank = instance.ranks[number]
+        latest = max(request.ordered[number] + DEADLINE_S, rank.process.resumed_at) + SLACK_S
+        check(self.clockwork.now <= latest, "an order outlives its deadline:", request.request_id, number)
+        table = request.table(instance)
+        if received.ok:
+            rank.copier.check_loaded(table, request.tokens, request.number, why=f"{request.request_id} rank {number}")
+        rank.copier.writable.discard(table)
+        self.outcomes["ok" if received.ok else "failed"] += 1
+        if len(request.outcomes) == len(instance.ranks):
+            self._release(request)
+
+    def _release(self, request: Request) -> None:
+        decode, prefill = request.decode, request.prefill
+        message = Release(
+            transfer_id=request.transfer_id,
+            prompt_key=PROMPT,
+            consumer=f"{decode.incarnation}/{request.request_id}",
+            incarnation=None,
+        )
+        decode.door.do(lambda: decode.porter.releaser.release(prefill.address, message))
+
+    def _on_sent(self, instance: Instance, number: int, request_id: RequestId) -> None:
+        name = (f"{instance.incarnation}", number, request_id)
+        check(name not in self._sent, "a request is reported as sent twice:", name)
+        self._sent.add(name)
+        request = next(each for each in self.requests if each.request_id == request_id)
+        instance.ranks[number].copier.poison(request.table(instance))
+
+    def _on_settled(self, instance: Instance, settled: Settled) -> None:
+        instance.pass_on(settled)
+
+    # -- what must hold at the end -----------------------------------------------------------------------------------
+
+    def _settle_down(self) -> None:
+        """Whoever stood still goes on; whoever is half dead begins anew."""
+        for instance in self.instances:
+            for process in instance.processes:
+                if process.is_stopped:
+                    process.resume()
+            self._restart(instance)
+
+    def _wait_until_idle(self, when: str) -> None:
+        end = self.clockwork.now + QUIET_S
+        while found := self._open():
+            check(self.clockwork.now < end, f"still open {when}:", found)
+            self.clockwork.run_until(self.clockwork.now + 0.5)
+        for request in self.requests:
+            if request.run == request.decode.num_runs:
+                check(len(request.outcomes) == len(request.ordered), "an order was never reported:", request)
+        for instance in self.instances:
+            for rank in instance.ranks:
+                rank.core.sender.offers.check()
+                for arena in rank.arenas:
+                    arena.check()
+                check(not rank.process.counters["internal_errors"], "an error of our own")
+        self._wait_until_no_timer(when)
+
+    def _wait_until_no_timer(self, when: str) -> None:
+        """Some end by themselves: the alarm of a quarantine, a greeting, a question that nobody waits for."""
+        end = self.clockwork.now + TIMERS_S
+        while found := self._timers():
+            check(self.clockwork.now < end, f"timers are left {when}:", found)
+            self.clockwork.run_until(self.clockwork.now + 1.0)
+
+    def _timers(self) -> list[str]:
+        """Live timers of ranks that have more than a rank at rest: the watch for peers, and the next status."""
+        found = []
+        for rank in (rank for instance in self.instances for rank in instance.ranks):
+            timers = [str(timer._run) for _, _, timer in rank.process.timers._heap if timer.is_live]
+            found += timers if len(timers) > 2 else []
+        return found
+
+    def _open(self) -> dict[str, dict[str, int]]:
+        found = {instance.name: instance.porter.status().open for instance in self.instances}
+        for instance in self.instances:
+            for number, rank in enumerate(instance.ranks):
+                found[f"{instance.name}/{number}"] = rank.core.measure().open
+        return {name: gauges for name, gauges in found.items() if gauges}
+
+    def _next_request(self) -> None:
+        request = self._request(len(self.requests))
+        self._offer(request)
+        self._order(request)
+        self.clockwork.run_until(self.clockwork.now + DEADLINE_S + SLACK_S)
+        outcomes = list(request.outcomes.values())
+        check(len(outcomes) == len(request.decode.ranks), "the next request is not answered")
+        check(all(each.ok for each in outcomes), "the next request fails:", outcomes)
+
+    def _instance(self, name: str, config: TransferConfig) -> Instance:
+        tp, stages = self.dice.choice(SHAPES[:3] if self.dice.random() < 0.8 else SHAPES)
+        made = Instance(self.network, name, state_of(tp, stages, self.dice.choice((2, 4, 12))), config)
+        made.on_received, made.on_sent, made.on_settled = self._on_received, self._on_sent, self._on_settled
+        return made
+
+
+def draw_weather(dice: Random) -> Weather:
+    """A few things that go wrong, not all at once: what hides one fault is often another."""
+
+    def perhaps(chance: float) -> float:
+        return chance * dice.random() if dice.random() < 0.35 else 0.0
+
+    return Weather(
+        calm_at=6.0,
+        drop=perhaps(0.4),
+        double=perhaps(0.5),
+        delay=perhaps(0.5),
+        delay_s=dice.choice((0.05, 0.5, 3.0)),
+        corrupt=perhaps(0.2),
+        write_late=perhaps(0.6),
+        write_late_s=dice.choice((0.5, 3.0, 6.0)),
+        write_fail=perhaps(0.2),
+        write_corrupt=perhaps(0.2),
+        hold=0.97 if dice.random() < 0.1 else 0.0,
+        copy_s=dice.choice((0.002, 0.002, 0.2)),
+    )
+
+
+def run(seed: int, **settings: object) -> Played:
+    """Play the schedule of this seed; a Violation names the seed."""
+    try:
+        return World(seed, **settings).play()
+    except Exception as error:
+        raise Violation(f"seed {seed}: {type(error).__name__}: {error}") from error

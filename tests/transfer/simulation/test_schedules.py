@@ -1,0 +1,138 @@
+"""Whole worlds in one thread: every schedule keeps the laws, and a broken law is found.
+
+`KVFERRY_SEED` moves the long version to other schedules, so that several machines can share it. A failure names its
+seed; `python -m kv_testing.sim SEED` with tests/ on the path plays that schedule again, event by event the same.
+"""
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kv_testing.sim import schedule
+from kv_testing.sim.clockwork import Violation
+from kv_transfer.core import Core
+from kv_transfer.peers import Peers
+from kv_transfer.quarantine import Quarantine
+from kv_transfer.timers import Timers
+from kv_transfer.tombstones import Tombstones
+
+NUM_SCHEDULES = 4_000
+NUM_LONG = 1_000_000
+SHARD = 10_000_000
+
+Patch = Callable[[pytest.MonkeyPatch], dict[str, object]]
+
+
+@pytest.fixture(autouse=True)
+def _quiet_log() -> Iterator[None]:
+    """Each schedule has hundreds of warnings, as it should."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def test_schedules_keep_the_laws() -> None:
+    outcomes = [schedule.run(seed).outcomes for seed in range(NUM_SCHEDULES)]
+    num_ok, num_failed = (sum(each[name] for each in outcomes) for name in ("ok", "failed"))
+    # Else the weather is so bad, or so good, that nothing is tried.
+    assert num_ok > num_failed > num_ok / 10
+
+
+@pytest.mark.long
+def test_many_schedules_keep_the_laws() -> None:
+    """About four hours for a million on one core."""
+    first = SHARD * (1 + int(os.environ.get("KVFERRY_SEED", "0")))
+    for seed in range(first, first + int(os.environ.get("KVFERRY_SCHEDULES", NUM_LONG))):
+        schedule.run(seed)
+
+
+def test_a_seed_replays_exactly() -> None:
+    """Also in another process, whose sets and hashes are ordered otherwise."""
+    code = "from kv_testing.sim import schedule; print([schedule.run(seed) for seed in range(12)])"
+    played = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for hash_seed in ("1", "2")
+    }
+    assert len(played) == 1
+    assert played == {f"{[schedule.run(seed) for seed in range(12)]}\n"}
+
+
+def _without_quarantine(patch: pytest.MonkeyPatch) -> dict[str, object]:
+    patch.setattr(Quarantine, "keep", lambda self, lease, writer: lease.release())
+    return {}
+
+
+def _without_grace(patch: pytest.MonkeyPatch) -> dict[str, object]:
+    patch.setattr(Quarantine, "free_later", lambda self, writers: self.free(writers))
+    return {}
+
+
+def _without_deadlines(patch: pytest.MonkeyPatch) -> dict[str, object]:
+    return {"request_deadline_s": 3600.0}
+
+
+def _without_checksum(patch: pytest.MonkeyPatch) -> dict[str, object]:
+    return {"checksum": False}
+
+
+def _without_tombstones(patch: pytest.MonkeyPatch) -> dict[str, object]:
+    patch.setattr(Tombstones, "word", lambda self, name: None)
+    return {}
+
+
+def _without_probes(patch: pytest.MonkeyPatch) -> dict[str, object]:
+    """Silence alone is taken for death."""
+    patch.setattr(Peers, "_suspect", lambda self, peer: self.dead(peer, "it is silent"))
+    return {}
+
+
+def _without_write_ends(patch: pytest.MonkeyPatch) -> dict[str, object]:
+    """Completions of writes are not taken."""
+    patch.setattr(Core, "_completed", lambda self, completion: None)
+    return {}
+
+
+def _with_early_timers(patch: pytest.MonkeyPatch) -> dict[str, object]:
+    """The grace ends although its process stood still."""
+    patch.setattr(Timers, "after_running", lambda self, span_s, run: self.after(span_s, run))
+    return {}
+
+
+REUSED = "memory was given back under a possible writer"
+
+CONTROLS: list[tuple[Patch, int, str]] = [
+    (_without_quarantine, 0, REUSED),
+    (_without_grace, 0, REUSED),
+    (_without_deadlines, 0, "outlives its deadline|still open"),
+    (_without_checksum, 0, "wrong bytes"),
+    (_without_write_ends, 0, "still open"),
+    (_without_tombstones, 350, REUSED),
+    (_without_probes, 250, REUSED),
+    (_with_early_timers, 1180, REUSED),
+]
+"""What is switched off, the first seed tried, and the law then broken. Counted from seed 0 the first five are found
+within 4 seeds, the others at seeds 383, 267 and 1203: they need two rare things in one schedule."""
+NUM_TRIED = 50
+
+
+@pytest.mark.parametrize(("control", "first", "law"), CONTROLS, ids=lambda each: getattr(each, "__name__", "")[1:])
+def test_what_is_switched_off_is_missed(control: Patch, first: int, law: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the simulation would prove nothing."""
+    settings = control(monkeypatch)
+    with pytest.raises(Violation, match=law):
+        _play(range(first, first + NUM_TRIED), settings)
+
+
+def _play(seeds: range, settings: dict[str, object]) -> None:
+    for seed in seeds:
+        schedule.run(seed, **settings)
