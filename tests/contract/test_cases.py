@@ -2,7 +2,7 @@
 
     python -m pytest tests/contract/test_cases.py --cases DIR
 
-By default the open cases in `cases/`. Kinds that judge the transfer are pending until their driver is there.
+By default the open cases in `cases/`. Kinds that judge the transfer, but pairs, are pending: no driver yet.
 """
 
 from pathlib import Path

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from contract import functions
+from contract import functions, transfer_pair
 from contract.case import Case, load_cases, written_out
 from contract.expressions import BadExpression, evaluate
 from contract.judge import RAISED, Observation, Rule, judge, same
@@ -123,9 +123,38 @@ def test_what_the_driver_does_not_know_fails(content):
     assert "unknown" in verdict.reason
 
 
-def test_transfer_kinds_are_pending():
-    kinds = {verdict_on(case).status for case in OPEN.values() if case.file.startswith("transfer_")}
+def is_pair(case):
+    return case.content.get("config", {}).get("target") == "transfer_pair"
+
+
+def test_transfer_kinds_but_pairs_are_pending():
+    kinds = {verdict_on(case).status for case in OPEN.values() if case.is_transfer and not is_pair(case)}
     assert kinds == {"pending"}
+
+
+PAIRS = [case for case in OPEN.values() if is_pair(case)]
+
+
+def test_a_pair_that_is_moved_wrongly_fails(monkeypatch):
+    monkeypatch.setattr(transfer_pair, "carry", lambda *_, **__: 0)
+    assert verdict_on(PAIRS[0]).failures[0]["field"] == "all_generation_blocks_match"
+
+
+@pytest.mark.parametrize("field", ["need_send", "targets", "peer_ranks", "picked", "parts"])
+def test_what_a_pair_expects_is_excused_only_as_the_seed_gives_it(field, monkeypatch):
+    """Some pairs deviate in this field, by rule; none does when the case expects anything but the seed's answer."""
+    monkeypatch.setattr(transfer_pair, "_moves", lambda *_: True)
+    deviating = 0
+    for case in PAIRS:
+        deviating += any(one["field"].endswith(f".{field}") for one in verdict_on(case).deviations)
+        content = deepcopy(case.content)
+        plans = content["steps"][0].get("expect_derived", {}).get("plans", ())
+        entries = [one for plan in plans for one in (*plan["senders"], *plan["receivers"]) if field in one]
+        for one in entries:
+            one[field] = not one[field] if field == "need_send" else [*one[field], 77]
+        if entries:
+            assert verdict_on(Case(case.file, content)).status == "failed", case.name
+    assert deviating >= 5
 
 
 def test_compact_lists_are_written_out():

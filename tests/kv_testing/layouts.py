@@ -3,7 +3,9 @@
 In:  Dice: a function that gives an integer between two bounds; a plain random source is one, and Hypothesis another.
 Out: a Pair: the states of sender and receiver, always compatible, and the span of tokens to move.
 Law: all that the plan claims to support is drawn: tensor ranks that divide neither the heads nor each other, uneven and
-empty stages on either side, heads held more than once or in overlapping spans, blocks of different size and order.
+empty stages on either side, heads held more than once or in overlapping spans, blocks of different size and order,
+tokens dealt to context ranks either way, groups of attention data parallelism, either numbering of ranks, latent
+caches, layers with windows.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,23 +17,37 @@ from typing import TypeVar
 import msgspec
 
 from kv_core.spans import Span
-from kv_transfer.plan.cache_state import PLAIN, BlockLayout, BlockOrder, CacheState, ParallelLayout
+from kv_transfer.plan.cache_state import (
+    FULL,
+    LATENT,
+    PLAIN,
+    BlockLayout,
+    BlockOrder,
+    CacheState,
+    Numbering,
+    ParallelLayout,
+)
+from kv_transfer.plan.context import ContextCut
 
 Dice = Callable[[int, int], int]
 T = TypeVar("T")
 
 MAX_TP, MAX_PP, MAX_HEADS, MAX_LAYERS = 8, 4, 16, 10
+CUTS: tuple[ContextCut, ...] = ("contiguous", "round_robin")
+NUMBERINGS: tuple[Numbering, ...] = ("context_inner", "tensor_inner")
 ORDERS: tuple[BlockOrder, ...] = ("head_major", "token_major")
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Tokens [0, tokens.stop) exist at the sender; `tokens` travel."""
+    """Tokens [0, tokens.stop) exist at the sender; `tokens` travel, from one group's ranks to one group's."""
 
     sender: CacheState
     receiver: CacheState
     tokens: Span
     max_bytes: int
+    sender_group: int = 0
+    receiver_group: int = 0
 
 
 def make_state(**changes: object) -> CacheState:
@@ -47,6 +63,9 @@ def random_pair(seed: int) -> Pair:
 def draw_pair(dice: Dice) -> Pair:
     """Two cuts of one model. About one pair in six has opaque tiles, which force equal block sizes."""
     num_heads, num_layers = dice(1, MAX_HEADS), dice(1, MAX_LAYERS)
+    is_latent = not dice(0, 4)
+    num_heads = 1 if is_latent else num_heads
+    windows = draw_windows(dice, num_layers)
     tile = PLAIN if dice(0, 5) else "packed"
     dtype, head_size, num_planes = pick(dice, ("float32", "bfloat16", "uint8", "float64")), dice(1, 4), dice(1, 2)
     blocks = [pick(dice, (1, 2, 3, 4, 8, 16)) for _ in range(2)]
@@ -55,6 +74,8 @@ def draw_pair(dice: Dice) -> Pair:
     sender, receiver = (
         CacheState(
             fingerprint="model",
+            attention=LATENT if is_latent else FULL,
+            windows=windows,
             dtype=dtype,
             head_size=head_size,
             num_planes=num_planes,
@@ -67,18 +88,39 @@ def draw_pair(dice: Dice) -> Pair:
         for tokens_per_block in blocks
     )
     stop = dice(0, 40)
-    return Pair(sender, receiver, Span(dice(0, stop), stop), draw_max_bytes(dice, sender))
+    if tile != PLAIN and windows:
+        # What widening adds must not count as tokens that a window is measured from.
+        stop -= stop % blocks[0]
+    groups = [dice(0, state.parallel.num_groups - 1) for state in (sender, receiver)]
+    return Pair(sender, receiver, Span(dice(0, stop), stop), draw_max_bytes(dice, sender), *groups)
 
 
 def draw_parallel(dice: Dice, num_layers: int, num_heads: int) -> ParallelLayout:
     """One cut: the usual one for half of the draws, else any that covers every head."""
-    tp = dice(1, MAX_TP)
+    groups = pick(dice, (1, 1, 2, 3))
+    tp = dice(1, MAX_TP // groups) * groups
     cuts = sorted(dice(0, num_layers) for _ in range(dice(1, MAX_PP) - 1))
     stages = [stop - start for start, stop in pairwise([0, *cuts, num_layers])]
-    even = ParallelLayout.even(tp, stages, num_heads)
+    even = ParallelLayout.even(
+        tp,
+        stages,
+        num_heads,
+        cp=pick(dice, (1, 1, 2, 3, 4)),
+        context_cut=pick(dice, CUTS),
+        groups=groups,
+        numbering=pick(dice, NUMBERINGS),
+    )
     if dice(0, 1):
         return even
-    return ParallelLayout(even.layers, tuple(_stretched(dice, heads, num_heads) for heads in even.heads))
+    return msgspec.structs.replace(even, heads=tuple(_stretched(dice, heads, num_heads) for heads in even.heads))
+
+
+def draw_windows(dice: Dice, num_layers: int) -> tuple[int, ...]:
+    """No windows for half of the draws, else one of three for each layer, in any order."""
+    if dice(0, 1):
+        return ()
+    kinds = (0, dice(1, 12), dice(1, 40))
+    return tuple(pick(dice, kinds) for _ in range(num_layers))
 
 
 def draw_max_bytes(dice: Dice, sender: CacheState) -> int:

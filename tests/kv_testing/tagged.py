@@ -3,7 +3,8 @@
 In:  a CacheState, and a Form in which each rank's engine keeps its tensors.
 Out: a World: the caches of all ranks of one instance with one block table; `moves` of a plan as counts.
 Law: a tag is a function of (layer, plane, head, token, element) alone, so a moved element can be judged by its place.
-Tags are written and read by indexing single planes, never by the code under test.
+Tags are written and read by indexing single planes, never by the code under test. So are the tokens a rank holds: block
+by block and layer by layer, from the rules of the spec (5.9, 5.12), never from the plan.
 """
 
 from collections.abc import Iterable
@@ -36,11 +37,27 @@ FORMS = {
 
 @dataclass(frozen=True)
 class World:
-    """All ranks of one instance; every rank keeps a request's blocks under the same ids."""
+    """All ranks of one instance; every rank keeps a request's n-th block of its own under the same id."""
 
     state: CacheState
     caches: dict[Rank, PagedCaches]
     table: tuple[BlockId, ...]
+    num_tokens: int
+
+    def table_of(self, window: int) -> tuple[BlockId, ...]:
+        """The block ids of the layers with this window: another order for each."""
+        return self.table if not window else tuple(reversed(self.table))
+
+    def blocks_of(self, rank: Rank) -> tuple[int, ...]:
+        """Global ordinals of a rank's own blocks."""
+        parallel = self.state.parallel
+        num_blocks = ceil_div(self.num_tokens, self.state.tokens_per_block)
+        ranks, context_rank = parallel.num_context_ranks, parallel.coordinates_of(rank)[2]
+        owners = [
+            block % ranks if parallel.context_cut == "round_robin" else _contiguous_owner(block, num_blocks, ranks)
+            for block in range(num_blocks)
+        ]
+        return tuple(block for block, owner in enumerate(owners) if owner == context_rank)
 
 
 def make_world(state: CacheState, num_tokens: int, form: str, seed: int) -> World:
@@ -48,7 +65,7 @@ def make_world(state: CacheState, num_tokens: int, form: str, seed: int) -> Worl
     num_blocks = ceil_div(num_tokens, state.tokens_per_block) + 2
     table = Random(seed).sample(range(num_blocks), num_blocks - 2)
     caches = {rank: make_caches(state, state.share_of(rank), num_blocks, form) for rank in state.parallel.ranks}
-    return World(state, caches, tuple(BlockId(block) for block in table))
+    return World(state, caches, tuple(BlockId(block) for block in table), num_tokens)
 
 
 def draw_form(dice: Dice, state: CacheState) -> str:
@@ -67,19 +84,24 @@ def make_caches(state: CacheState, share: Share, num_blocks: int, form: str) -> 
     return caches
 
 
-def fill(world: World, tokens: Span) -> None:
-    """Writes the tags of these tokens into every rank's blocks."""
-    for caches in world.caches.values():
-        for plane, tagged in zip(caches.planes, _tagged_planes(world, caches, tokens), strict=True):
+def fill(world: World, tokens: Span, group: int = 0) -> None:
+    """Writes the tags of these tokens into the blocks of every rank of the group; of all layers, windows or not."""
+    for rank in world.state.parallel.ranks_of(group):
+        for plane, tagged in _tagged_planes(world, rank, tokens, is_windowed=False):
             _words(plane).copy_(tagged)
 
 
-def misplaced(world: World, tokens: Span) -> int:
-    """How many elements, over all ranks, differ from: tags for these tokens, filler everywhere else."""
+def misplaced(world: World, tokens: Span, group: int = 0) -> int:
+    """How many elements, over all ranks, differ from: tags for these tokens, filler everywhere else.
+
+    Only ranks of the group hold these tokens, each those that it owns, and of windowed layers those that the token
+    after them sees.
+    """
+    holders = world.state.parallel.ranks_of(group)
     return sum(
         int((_words(plane) != tagged).sum())
-        for caches in world.caches.values()
-        for plane, tagged in zip(caches.planes, _tagged_planes(world, caches, tokens), strict=True)
+        for rank in world.caches
+        for plane, tagged in _tagged_planes(world, rank, tokens if rank in holders else Span(0, 0), is_windowed=True)
     )
 
 
@@ -92,11 +114,18 @@ def moves(state: CacheState, chunks: Iterable[Chunk], num_tokens: int) -> npt.ND
     return counts
 
 
-def wanted(state: CacheState, share: Share, tokens: Span, num_tokens: int) -> npt.NDArray[np.int64]:
-    """The counts that `moves` must give for one receiving rank."""
-    counts = np.zeros((state.num_layers, state.num_kv_heads, num_tokens), dtype=np.int64)
-    layers, heads = share.layers, share.heads
-    counts[layers.start : layers.stop, heads.start : heads.stop, tokens.start : tokens.stop] = 1
+def wanted(world_state: CacheState, rank: Rank, tokens: Span, length: int) -> npt.NDArray[np.int64]:
+    """The counts that `moves` must give for one receiving rank of a sequence of this length."""
+    share, world = world_state.share_of(rank), World(world_state, {}, (), length)
+    counts = np.zeros((world_state.num_layers, world_state.num_kv_heads, tokens.stop + 1), dtype=np.int64)
+    own, size = set(world.blocks_of(rank)), world_state.tokens_per_block
+    for layer in share.layers:
+        window = world_state.window_of(layer)
+        first = tokens.stop - window + 1 if window else 0
+        if not world_state.layout.is_plain:
+            first = first // size * size
+        held = [token for token in tokens if token >= first and token // size in own]
+        counts[layer, share.heads.start : share.heads.stop, held] = 1
     return counts
 
 
@@ -120,24 +149,44 @@ def _words(plane: Tensor) -> Tensor:
     return plane.view(WORDS[plane.dtype.itemsize])
 
 
-def _tagged_planes(world: World, caches: PagedCaches, tokens: Span) -> Iterable[Tensor]:
-    """What each plane of one rank must hold, as words."""
+def _contiguous_owner(block: int, num_blocks: int, ranks: int) -> int:
+    """The rank that gets the block when the first ranks get one more, until none is left over."""
+    shares = [num_blocks // ranks + (rank < num_blocks % ranks) for rank in range(ranks)]
+    return next(rank for rank in range(ranks) if block < sum(shares[: rank + 1]))
+
+
+def _tagged_planes(world: World, rank: Rank, tokens: Span, *, is_windowed: bool) -> Iterable[tuple[Tensor, Tensor]]:
+    """Each plane of one rank, and what it must hold, as words."""
+    caches, size = world.caches[rank], world.state.tokens_per_block
+    own = {block: local for local, block in enumerate(world.blocks_of(rank))}
     for number, plane in enumerate(caches.planes):
         layer, kind = caches.first_layer + number // caches.num_planes, number % caches.num_planes
-        yield _tagged_plane(world, caches, (layer, kind), tokens, _words(plane))
+        window = world.state.window_of(layer)
+        first = tokens.stop - window + 1 if window and is_windowed else 0
+        if not world.state.layout.is_plain:
+            first = first // size * size
+        held = [token for token in tokens if token >= first and token // size in own]
+        table = world.table_of(window)
+        slots = [(table[own[token // size]], token % size) for token in held]
+        yield plane, _tagged_plane(world, caches, (layer, kind), held, slots, _words(plane))
 
 
 def _tagged_plane(
-    world: World, caches: PagedCaches, layer_and_kind: tuple[int, int], tokens: Span, words: Tensor
+    world: World,
+    caches: PagedCaches,
+    layer_and_kind: tuple[int, int],
+    held: list[int],
+    slots: list[tuple[BlockId, int]],
+    words: Tensor,
 ) -> Tensor:
     size, head_size = world.state.tokens_per_block, world.state.head_size
     num_blocks, num_heads = words.shape[0], words.shape[2]
     tagged = torch.full((num_blocks, size, num_heads, head_size * words.itemsize), FILLER, dtype=torch.uint8)
     elements = tagged.view(words.dtype)
-    token = torch.arange(tokens.start, tokens.stop)
-    blocks = torch.tensor(world.table, dtype=torch.int64)[token // size]
-    heads = torch.arange(caches.heads.start, caches.heads.stop)
-    elements[blocks, token % size] = _tags(layer_and_kind, token, heads, head_size, words.dtype)
+    if held:
+        blocks, within = torch.tensor(slots, dtype=torch.int64).unbind(1)
+        heads = torch.arange(caches.heads.start, caches.heads.stop)
+        elements[blocks, within] = _tags(layer_and_kind, torch.tensor(held), heads, head_size, words.dtype)
     if caches.tile == PLAIN:
         return elements
     return elements.transpose(1, 2).reshape(num_blocks, 1, num_heads, size * head_size)

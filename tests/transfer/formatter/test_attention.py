@@ -175,7 +175,7 @@ def test_one_copy_serves_k_and_v_if_their_strides_agree():
     assert split(transposed, piece, Span(0, 4), 256, 256) == (("reference", 2),) * 2
 
 
-def test_only_full_attention_is_served():
+def test_only_known_attention_is_served():
     assert formatter_for(make_state()) == AttentionFormatter("head_major")
-    with pytest.raises(ValueError, match="no formatter for this attention: got='latent', known='full'"):
-        formatter_for(make_state(attention="latent"))
+    with pytest.raises(ValueError, match="no formatter for this attention: got='linear', known='full', 'latent'"):
+        formatter_for(make_state(attention="linear"))

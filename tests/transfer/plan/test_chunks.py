@@ -46,7 +46,7 @@ def test_chunks_hold_every_part_of_their_pieces_once(pair):
     moved = widened(pair.tokens, pair.sender)
     for rank in pair.receiver.parallel.ranks:
         for plan in receive_plans(pair.receiver, rank, pair.sender, pair.tokens):
-            whole = [Chunk(0, piece, moved, 0) for piece in plan.pieces]
+            whole = [Chunk(0, piece, widened(piece.tokens or moved, pair.sender), 0) for piece in plan.pieces]
             cut = chunks_of(plan.pieces, plan.tokens, pair.sender, pair.max_bytes)
             assert (moves(pair.sender, cut, moved.stop) == moves(pair.sender, whole, moved.stop)).all()
 
@@ -55,13 +55,14 @@ def test_chunks_hold_every_part_of_their_pieces_once(pair):
 def test_sender_and_receiver_make_the_same_plans(pair):
     received = [
         plan
-        for rank in pair.receiver.parallel.ranks
-        for plan in receive_plans(pair.receiver, rank, pair.sender, pair.tokens, 3)
+        for rank in pair.receiver.parallel.ranks_of(pair.receiver_group)
+        for plan in receive_plans(pair.receiver, rank, pair.sender, pair.tokens, 3, group=pair.sender_group)
     ]
+    groups = {"group": pair.sender_group, "peer_group": pair.receiver_group}
     sent = [
         plan
         for rank in pair.sender.parallel.ranks
-        for plan in send_plans(pair.sender, rank, pair.receiver, pair.tokens, 3)
+        for plan in send_plans(pair.sender, rank, pair.receiver, pair.tokens, 3, **groups)
     ]
     assert sorted(sent, key=lambda plan: (plan.receiver, plan.sender)) == received
     assert len({(plan.receiver, plan.sender) for plan in received}) == len(received)

@@ -15,7 +15,7 @@ NUM_PAIRS, PAIRS_PER_TEST = 2000, 100
 def test_every_part_travels_exactly_once(first):
     for seed in range(first, first + PAIRS_PER_TEST):
         pair = random_pair(seed)
-        for rank in pair.receiver.parallel.ranks:
+        for rank in pair.receiver.parallel.ranks_of(pair.receiver_group):
             assert travels_once(pair, rank, chunks_for(pair, rank)), f"seed={seed}, rank={rank}"
 
 
@@ -31,6 +31,12 @@ def test_the_draws_reach_what_they_promise():
         "partial overlap": lambda s, r: any(a & b and a != b for a in s.heads for b in s.heads),
         "more ranks at the sender": lambda s, r: s.num_ranks > r.num_ranks,
         "more ranks at the receiver": lambda s, r: s.num_ranks < r.num_ranks,
+        "context ranks on both sides": lambda s, r: s.num_context_ranks > 1 and r.num_context_ranks > 1,
+        "round robin at one side only": lambda s, r: (
+            s.num_context_ranks > 1 < r.num_context_ranks and s.context_cut != r.context_cut
+        ),
+        "groups on both sides": lambda s, r: s.num_groups > 1 < r.num_groups,
+        "other numberings": lambda s, r: s.numbering != r.numbering and s.num_context_ranks > 1,
     }
     for what, holds in promises.items():
         assert sum(bool(holds(p.sender.parallel, p.receiver.parallel)) for p in pairs) > 50, what
@@ -38,13 +44,17 @@ def test_the_draws_reach_what_they_promise():
     assert sum(p.sender.tokens_per_block < p.receiver.tokens_per_block for p in pairs) > 200
     assert sum(p.sender.layout.order != p.receiver.layout.order for p in pairs) > 200
     assert sum(not p.sender.layout.is_plain for p in pairs) > 100
+    assert sum(len(set(p.sender.windows)) > 1 for p in pairs) > 200
+    assert sum(p.sender.attention == "latent" for p in pairs) > 200
     assert sum(not p.tokens for p in pairs) > 20
 
 
 def test_a_wrong_plan_shows():
     """Negative control: drop, repeat and shift one chunk of a right plan."""
     pair = next(
-        pair for pair in map(random_pair, range(100)) if len(chunks_for(pair, Rank(0))) > 3 and pair.tokens.start
+        pair
+        for pair in map(random_pair, range(100))
+        if not pair.receiver_group and len(chunks_for(pair, Rank(0))) > 3 and chunks_for(pair, Rank(0))[0].tokens.start
     )
     right = chunks_for(pair, Rank(0))
     assert travels_once(pair, Rank(0), right)
@@ -56,8 +66,13 @@ def test_a_wrong_plan_shows():
 def chunks_for(pair, rank):
     """All chunks one receiving rank gets, after checking that each sender holds what it is to send."""
     chunks: list[Chunk] = []
-    for plan in receive_plans(pair.receiver, rank, pair.sender, pair.tokens, spread=rank % 3):
+    length = widened(pair.tokens, pair.sender).stop
+    plans = receive_plans(
+        pair.receiver, rank, pair.sender, pair.tokens, spread=rank % 3, group=pair.sender_group, num_tokens=length
+    )
+    for plan in plans:
         share = pair.sender.share_of(plan.sender)
+        assert plan.sender in pair.sender.parallel.ranks_of(pair.sender_group)
         assert all(share.layers.covers(piece.layers) and share.heads.covers(piece.heads) for piece in plan.pieces)
         chunks += chunks_of(plan.pieces, plan.tokens, pair.sender, pair.max_bytes)
     return chunks
@@ -65,9 +80,8 @@ def chunks_for(pair, rank):
 
 def travels_once(pair, rank, chunks):
     tokens = widened(pair.tokens, pair.sender)
-    num_tokens = tokens.stop + 1
-    counted = moves(pair.sender, chunks, num_tokens)
-    return bool((counted == wanted(pair.receiver, pair.receiver.share_of(rank), tokens, num_tokens)).all())
+    counted = moves(pair.sender, chunks, tokens.stop + 1)
+    return bool((counted == wanted(pair.receiver, rank, tokens, tokens.stop)).all())
 
 
 def moved_by_one(chunk):

@@ -12,7 +12,7 @@ from kv_core.ids import Rank
 from kv_core.spans import Span
 from kv_testing.strategies import parallel_pairs
 from kv_transfer.plan.cache_state import ParallelLayout, Share
-from kv_transfer.plan.targets import Target, target_ranks
+from kv_transfer.plan.targets import Target, holding_ranks, target_ranks
 
 
 def parts(share):
@@ -43,9 +43,15 @@ def test_targets_are_ordered_and_neighbours_of_one_rank_are_one(pair):
 def test_every_holder_is_chosen_by_some_spread(pair):
     ours, peer = pair
     share = ours.share_of(Rank(0))
-    found = {target.rank for spread in range(lcm(*range(1, 9))) for target in target_ranks(share, peer, spread)}
-    holders = {rank for rank in peer.ranks if set(parts(share)) & set(parts(peer.share_of(rank)))}
-    assert found == holders
+    for group in range(peer.num_groups):
+        found = {
+            target.rank
+            for spread in range(lcm(*range(1, 9)))
+            for context_rank in range(peer.num_context_ranks)
+            for target in target_ranks(share, peer, spread, group=group, context_rank=context_rank)
+        }
+        holders = {rank for rank in peer.ranks_of(group) if set(parts(share)) & set(parts(peer.share_of(rank)))}
+        assert found == holders == set(holding_ranks(share, peer, group))
 
 
 def test_neighbouring_ranks_ask_different_copies():

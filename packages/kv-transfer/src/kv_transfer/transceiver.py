@@ -30,6 +30,7 @@ from kv_transfer.faults import Faults, NoFaults
 from kv_transfer.mover import Mover
 from kv_transfer.orders import LoadTimes, Offer, Progress, Received, ReceiveOrder
 from kv_transfer.plan.cache_state import CacheState
+from kv_transfer.plan.compatibility import check_carried
 from kv_transfer.pools import PagedCaches
 from kv_transfer.protocol.messages import RankCard
 from kv_transfer.reactor import Reactor
@@ -67,6 +68,7 @@ class Transceiver:
         Raises ValueError if the caches are not those that `state` describes for this rank. Staging lies where the
         caches lie; chunks are at most as large as both arenas can hold. Once made, we close the agent with ourselves.
         """
+        check_carried(state)
         caches.check(state, state.share_of(rank))
         device = caches.planes[0].device if caches.planes else torch.device("cpu")
         send, receive = (Arena(_region(size, device)) for size in (config.send_arena_bytes, config.receive_arena_bytes))

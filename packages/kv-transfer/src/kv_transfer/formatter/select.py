@@ -8,11 +8,15 @@ Law: a kind nobody has written a formatter for is refused by name, never served 
 from kv_core.errors import CallerError
 from kv_transfer.formatter.attention import AttentionFormatter
 from kv_transfer.formatter.base import Formatter
-from kv_transfer.plan.cache_state import CacheState
+from kv_transfer.formatter.latent import LatentFormatter
+from kv_transfer.plan.cache_state import FULL, INDEXER, LATENT, CacheState
 
 
 def formatter_for(sender: CacheState) -> Formatter:
     """The formatter both sides use for chunks of this sender; CallerError if there is none."""
-    if sender.attention != "full":
-        raise CallerError(f"no formatter for this attention: got={sender.attention!r}, known='full'")
-    return AttentionFormatter(sender.layout.order)
+    if sender.attention == FULL:
+        return AttentionFormatter(sender.layout.order)
+    if sender.attention in (LATENT, INDEXER):
+        return LatentFormatter()
+    known = f"{FULL!r}, {LATENT!r}, {INDEXER!r}"
+    raise CallerError(f"no formatter for this attention: got={sender.attention!r}, known={known}")

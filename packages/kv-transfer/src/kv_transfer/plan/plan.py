@@ -1,9 +1,13 @@
 """What one receiving rank takes from each sending rank, and in which bounded portions.
 
-In:  both instances' CacheStates, the receiving rank, the span of tokens wanted.
+In:  both instances' CacheStates, the receiving rank, the span of tokens wanted, the group the peer keeps them in.
 Out: SessionPlans, one per sending rank that has something for us; and the Chunks of a plan, in order.
 Law: every (layer, head, token) wanted lies in exactly one piece of one plan and in exactly one chunk of it. Sender and
-receiver compute equal chunks from equal values. Transfer spec 3, 4, 6.10; defects A3, A7, A15, B2, B9.
+receiver compute equal chunks from equal values. Transfer spec 3, 4, 5.12, 6.10; defects A3, A6, A7, A15, B2, B3, B9,
+I1 to I4.
+
+A piece is a box: the half-open intervals of layers, heads and tokens that both ranks hold. Tokens are cut where either
+side deals them to context ranks, and per layer at the beginning of its window.
 
 A chunk travels as one dense array in the sender's order: [layer][plane][token][head][element] if that is token major,
 [layer][plane][head][token][element] if head major. Where tiles are opaque the token axis counts blocks and the
@@ -19,22 +23,25 @@ import msgspec
 from kv_core.errors import CallerError
 from kv_core.ids import Rank
 from kv_core.spans import Span, ceil_div
-from kv_transfer.plan.cache_state import MAX_HEADS, MAX_LAYERS, CacheState
-from kv_transfer.plan.targets import Target, target_ranks
+from kv_transfer.plan.cache_state import MAX_HEADS, MAX_LAYERS, CacheState, Share
+from kv_transfer.plan.targets import target_ranks
 
 MAX_TOKENS: Final = 2**31
 """More tokens than any request has; bounds what a peer can make us compute."""
 
 
-class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A rectangle of global layers and global KV heads; holds for every token of its plan."""
+class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A box of global layers, global KV heads and tokens; all tokens of its plan if it names none."""
 
     layers: Span
     heads: Span
+    tokens: Span | None = None
 
     def __post_init__(self) -> None:
         _check_span("layers", self.layers, MAX_LAYERS)
         _check_span("heads", self.heads, MAX_HEADS)
+        if self.tokens is not None:
+            _check_span("tokens", self.tokens, MAX_TOKENS)
 
 
 class SessionPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,30 +70,45 @@ class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def receive_plans(
-    ours: CacheState, rank: Rank, peer: CacheState, tokens: Span, spread: int = 0
+    ours: CacheState,
+    rank: Rank,
+    peer: CacheState,
+    tokens: Span,
+    spread: int = 0,
+    *,
+    group: int = 0,
+    num_tokens: int | None = None,
 ) -> tuple[SessionPlan, ...]:
     """What our `rank` takes from each of the peer's ranks, by ascending sender.
 
-    None at all when the token span or our share of the layers is empty: an empty transfer is a legal, immediate
-    success. The two states must be compatible (`compatibility.reasons` is empty).
+    `group` is the peer's that holds the request, `num_tokens` the length of the sequence that context ranks share
+    (`tokens.stop` if none is given). Layers with a window take what the token at `tokens.stop` may see. None at all
+    when nothing of the tokens or layers is ours: an empty transfer is a legal, immediate success. The two states must
+    be compatible (`compatibility.reasons` is empty).
     """
-    if not tokens:
-        return ()
-    targets = sorted(target_ranks(ours.share_of(rank), peer.parallel, spread), key=lambda target: target.rank)
-    return tuple(
-        _session_plan(sender, rank, list(group), peer, tokens)
-        for sender, group in groupby(targets, key=lambda target: target.rank)
-    )
+    length = tokens.stop if num_tokens is None else num_tokens
+    pieces: dict[Rank, list[Piece]] = {}
+    for sender, piece in _pieces(ours, ours.share_of(rank), peer, tokens, spread, group, length) if tokens else ():
+        pieces.setdefault(sender, []).append(piece)
+    return tuple(_session_plan(sender, rank, tuple(pieces[sender]), peer, tokens) for sender in sorted(pieces))
 
 
 def send_plans(
-    ours: CacheState, rank: Rank, peer: CacheState, tokens: Span, spread: int = 0
+    ours: CacheState,
+    rank: Rank,
+    peer: CacheState,
+    tokens: Span,
+    spread: int = 0,
+    *,
+    group: int = 0,
+    peer_group: int = 0,
+    num_tokens: int | None = None,
 ) -> tuple[SessionPlan, ...]:
-    """What each of the peer's ranks will take from our `rank`: the receivers' own plans, by ascending receiver."""
+    """What the ranks of the peer's group will take from our `rank`: their own plans, by ascending receiver."""
     return tuple(
         plan
-        for receiver in peer.parallel.ranks
-        for plan in receive_plans(peer, receiver, ours, tokens, spread)
+        for receiver in peer.parallel.ranks_of(peer_group)
+        for plan in receive_plans(peer, receiver, ours, tokens, spread, group=group, num_tokens=num_tokens)
         if plan.sender == rank
     )
 
@@ -101,7 +123,7 @@ def chunks_of(pieces: Sequence[Piece], tokens: Span, state: CacheState, max_byte
     parts = (
         (Piece(layers, piece.heads), part, num_bytes_of(layers, piece.heads, part, state))
         for piece in pieces
-        for layers, part in _cuts(piece, widened(tokens, state), state, max_bytes)
+        for layers, part in _cuts(piece, _moved(piece, tokens, state), state, max_bytes)
     )
     return tuple(Chunk(seq, *part) for seq, part in enumerate(parts))
 
@@ -117,11 +139,44 @@ def num_bytes_of(layers: Span, heads: Span, tokens: Span, state: CacheState) -> 
     return len(layers) * len(heads) * len(tokens) * state.num_planes * state.bytes_per_token_head
 
 
-def _session_plan(sender: Rank, receiver: Rank, targets: list[Target], peer: CacheState, tokens: Span) -> SessionPlan:
-    pieces = tuple(Piece(target.layers, target.heads) for target in targets)
-    moved = widened(tokens, peer)
-    num_bytes = sum(num_bytes_of(piece.layers, piece.heads, moved, peer) for piece in pieces)
+def seen_by_next(tokens: Span, window: int) -> Span:
+    """The part of `tokens` that the token after them sees through a window that counts itself; 0 sees all."""
+    return Span(max(tokens.start, tokens.stop - window + 1), tokens.stop) if window else tokens
+
+
+def _pieces(
+    ours: CacheState, share: Share, peer: CacheState, tokens: Span, spread: int, group: int, length: int
+) -> Iterator[tuple[Rank, Piece]]:
+    """(sender, box) of everything the share takes: the one intersection over layers, heads and tokens."""
+    mine = ours.token_share(share.context_rank, length).runs
+    for context_rank in range(peer.parallel.num_context_ranks):
+        theirs = peer.token_share(context_rank, length).runs
+        runs = [run for one in mine for other in theirs if (run := one & other & tokens)]
+        if not runs:
+            continue
+        for target in target_ranks(share, peer.parallel, spread, group=group, context_rank=context_rank):
+            for layers, window in _layers_by_window(target.layers, ours):
+                seen = seen_by_next(tokens, window)
+                for part in (part for run in runs if (part := run & seen)):
+                    yield target.rank, Piece(layers, target.heads, None if part == tokens else part)
+
+
+def _layers_by_window(layers: Span, state: CacheState) -> Iterator[tuple[Span, int]]:
+    """Neighbouring layers with one window."""
+    for window, group in groupby(layers, key=state.window_of):
+        found = list(group)
+        yield Span(found[0], found[-1] + 1), window
+
+
+def _session_plan(
+    sender: Rank, receiver: Rank, pieces: tuple[Piece, ...], peer: CacheState, tokens: Span
+) -> SessionPlan:
+    num_bytes = sum(num_bytes_of(piece.layers, piece.heads, _moved(piece, tokens, peer), peer) for piece in pieces)
     return SessionPlan(sender, receiver, pieces, tokens, num_bytes)
+
+
+def _moved(piece: Piece, tokens: Span, state: CacheState) -> Span:
+    return widened(tokens if piece.tokens is None else piece.tokens, state)
 
 
 def _cuts(piece: Piece, tokens: Span, state: CacheState, max_bytes: int) -> Iterator[tuple[Span, Span]]:
