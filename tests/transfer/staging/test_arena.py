@@ -7,7 +7,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from kv_core.errors import CallerError, CapacityError
 from kv_transfer.regions import host_region
-from kv_transfer.staging import Arena, LeaseEnded, LeaseState, StagingLease
+from kv_transfer.staging import GRANULE_BYTES, Arena, LeaseEnded, LeaseState, StagingLease
 
 GRANULE = 64
 WRITERS = st.sampled_from(["p0", "p1", ("p", 0)])
@@ -161,3 +161,17 @@ def test_a_lease_of_another_arena_is_refused() -> None:
     with pytest.raises(LeaseEnded):
         ours.release(lease)
     assert lease.state is LeaseState.HELD
+
+
+def test_owners_who_keep_their_shares_leave_room_for_one_more():
+    arena = Arena(host_region(32 * GRANULE_BYTES, pinned=False))
+    kept = []
+    for owner in "abcd":
+        num_before = len(kept)
+        while arena.has_share(GRANULE_BYTES, owner):
+            lease = arena.lease(GRANULE_BYTES, owner)
+            assert lease is not None, "a share is of what is there"
+            kept.append(lease)
+        assert len(kept) > num_before
+    assert [sum(lease.owner == owner for lease in kept) for owner in "abcd"] == [16, 8, 4, 2]
+    assert arena.num_free_bytes == 2 * GRANULE_BYTES

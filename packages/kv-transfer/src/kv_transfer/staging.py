@@ -129,9 +129,14 @@ class Arena:
         return found
 
     def has_share(self, num_bytes: int, owner: str) -> bool:
-        """Whether one more lease of that size leaves this owner with at most half of the arena, or is its only one."""
+        """Whether one more lease of that size leaves this owner with at most half of what others leave, or is its only
+        one.
+
+        So however many owners keep all that they may have, there is room for one more; a lone one has half.
+        """
         taken = self._taken[owner]
-        return not taken or 2 * (taken + (1 << self._order_for(num_bytes))) <= self._num_granules
+        others = self._taken.total() - taken
+        return not taken or 2 * (taken + (1 << self._order_for(num_bytes))) <= self._num_granules - others
 
     def lease(self, num_bytes: int, owner: str) -> StagingLease | None:
         """Exclusive use of `num_bytes` bytes, at a multiple of the granule; None while there is no room.
