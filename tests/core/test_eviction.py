@@ -10,7 +10,7 @@ from kv_core.config import ManagerConfig, Order, WindowConfig
 from kv_core.eviction import Expiries, LruQueue, S3FifoQueue, Stamps, victim_queue
 from kv_core.manager import KVCacheManager
 from kv_core.request import Request
-from kv_core.runs import NO_WORDS, Run
+from kv_core.runs import NO_WORDS, Run, heal
 from kv_testing.managers import Clock, found, manager, run
 
 ORDERS = pytest.mark.parametrize("order", list(Order))
@@ -159,3 +159,40 @@ def test_a_sliding_window_gives_up_first_what_no_match_near_the_end_reads():
     assert found(ours, [*old, 1]) == 16, "what is older but needed is there"
     assert [found(ours, [*new[:end], -1, -1, -1, -1, -1]) for end in (40, 44, 48)] == [40, 44, 48]
     assert found(ours, new[:33]) == 20, "a hole before the last two windows"
+
+
+@pytest.mark.parametrize("inside", [1, 5, 10])
+def test_what_became_free_together_is_joined_again(inside):
+    """A cut leaves two runs that nothing tells apart; joined, they are what they were."""
+    ours = manager(24, windows=(8,))
+    run(ours, "a", range(45))
+    window = ours.real._registry.windows[0]
+    [root] = window.tree.roots.values()
+    first = next(iter(root.children.values()))
+    lower = next(iter(first.children.values()))
+    before = [(one.start, one.ids.tolist(), one.content(), one.stamp) for one in (first, lower)]
+    for piece in (first, lower):
+        if piece.start < inside < piece.stop:
+            window.cut(piece, inside - piece.start)
+    ours.check()
+    heal(lower, 0)
+    ours.check()
+    assert [(one.start, one.ids.tolist(), one.content(), one.stamp) for one in (lower.parent, lower)] == before
+    assert lower.stamp is not None, "spare and needed ones are not joined"
+
+
+def test_what_is_told_apart_is_not_joined():
+    ours = manager(24, windows=(8,))
+    run(ours, "a", range(45))
+    window = ours.real._registry.windows[0]
+    [root] = window.tree.roots.values()
+    first = next(iter(root.children.values()))
+    upper = window.cut(first, 3)
+    assert first.continues(upper)
+    first.priority += 1
+    assert not first.continues(upper)
+    first.priority -= 1
+    upper.anchors += 1
+    assert not first.continues(upper)
+    upper.anchors -= 1
+    assert first.continues(upper)

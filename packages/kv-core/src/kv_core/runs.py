@@ -1,9 +1,9 @@
 """A run: consecutive blocks of one chain that share one fate.
 
 In:  -
-Out: `Run`, a node of the reuse tree (or a stretch of empty blocks outside of it), and how to cut one in two.
+Out: `Run`, a node of the reuse tree (or a stretch of empty blocks outside of it); how to cut one and to join two.
 Law: all blocks of a run have the same holders, priority, duration, expiry and tier, and neighbouring places in the
-     order of victims. Cutting changes nothing that can be observed; the lower part stays the object that it was.
+     order of victims. Cutting and joining change nothing that can be observed; the lower part stays the object.
 
     tokens   |block 0|block 1|block 2|     `block_words` words each, from word `base` of an array on
     ids      |   17  |   4   |   9   |     empty in a hole: the way to descendants, without blocks
@@ -91,6 +91,10 @@ class Run:
         self.used = 0
         self.hot = False
 
+    def __lt__(self, other: "Run") -> bool:
+        """Heaps compare runs where stamps are equal: at most one of such entries still counts, whichever is first."""
+        return False
+
     @property
     def is_needed(self) -> bool:
         """Whether somebody holds the run or is about to."""
@@ -175,6 +179,37 @@ class Run:
             self.tokens = self.words(self.count)
             self.base = 0
 
+    def continues(self, upper: "Run") -> bool:
+        """Whether nothing tells the blocks of two free runs, this one below `upper`, apart any more."""
+        return (
+            self.stamp is not None
+            and upper.stamp == self.stamp + self.count
+            and len(upper.children) == 1
+            and upper.parent is not None
+            and not (upper.anchors or upper.parked or upper.wants or self.wants)
+            and not (upper.items or self.items or self.is_partial)
+            and self._fate() == upper._fate()
+        )
+
+    def _fate(self) -> tuple[int | bool | None, ...]:
+        kept = self.rank, self.priority, self.duration_ms, self.expires_at
+        return *kept, self.tier, self.used, self.hot, self.keys is None
+
+    def join(self, upper: "Run") -> None:
+        """Take the blocks of the run above, which this one continues: what `cut` does, undone."""
+        parent = upper.parent
+        assert parent is not None, "law: what is joined is in the tree"
+        parent.replace(upper.key(), self)
+        self.tokens = upper.words(upper.count) + self.words(self.count)
+        self.base = 0
+        self.ids = upper.ids + self.ids
+        if self.keys is not None and upper.keys is not None:
+            self.keys = upper.keys + self.keys
+        self.start = upper.start
+        self.count += upper.count
+        self.parent = parent
+        upper.parent = upper.stamp = upper.expires_at = None
+
     def cut(self, count: int) -> "Run":
         """Give the first `count` blocks to a new run above; self keeps the rest. Returns the new run.
 
@@ -208,3 +243,14 @@ class Run:
             upper.reserved = None if self.reserved is None else self.reserved + self.count
         upper.adopt(self, self.key())
         return upper
+
+
+def heal(tail: Run, start: int) -> None:
+    """Join what of a path became free together: holes that were filled again leave it in pieces."""
+    run = tail
+    while run.stop > start and run.parent is not None:
+        upper = run.parent
+        if run.continues(upper):
+            run.join(upper)
+        else:
+            run = upper

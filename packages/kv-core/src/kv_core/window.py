@@ -17,7 +17,7 @@ from kv_core.eviction import Expiries, Stamps, victim_queue
 from kv_core.keys import Scope
 from kv_core.pool import BlockPool
 from kv_core.retention import DEFAULT_PRIORITY, MIN_PRIORITY, UNSET, Retention
-from kv_core.runs import NO_WORDS, Run
+from kv_core.runs import NO_WORDS, Run, heal
 from kv_core.sequence import Sequence, Table
 from kv_core.tiers import CopyLog, Tier
 from kv_core.tree import Root, Source, Tree
@@ -304,6 +304,8 @@ class Window:
         self.let_go(table.tail, max(spare, table.start))
         if behind is not None:
             self.let_go(behind, table.start, spare=True)
+        if self.is_sliding:
+            heal(table.tail, table.start)
         self.lift_anchor(table.tail)
 
     def _num_spare(self, table: Table) -> int:
