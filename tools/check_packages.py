@@ -130,7 +130,7 @@ def prove_absence(venv: Venv, package: Package) -> None:
 
 
 def selection() -> str:
-    return "not gpu and not multi_gpu and not long and not nixl and not vllm"
+    return "not gpu and not multi_gpu and not long and not nixl and not vllm and not drawn"
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from kv_testing.layouts import random_pair
 from kv_testing.tagged import draw_form, fill, make_world, misplaced
 from kv_transfer.plan.plan import widened
 
+pytestmark = pytest.mark.drawn
+
 SHORT, LONG, PAIRS_PER_TEST = 2000, 10_000, 100
 
 

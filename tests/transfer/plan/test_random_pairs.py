@@ -8,6 +8,8 @@ from kv_testing.layouts import random_pair
 from kv_testing.tagged import moves, wanted
 from kv_transfer.plan.plan import Chunk, Piece, chunks_of, receive_plans, widened
 
+pytestmark = pytest.mark.drawn
+
 NUM_PAIRS, PAIRS_PER_TEST = 2000, 100
 
 

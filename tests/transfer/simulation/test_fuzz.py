@@ -17,6 +17,8 @@ from kv_testing.sim.schedule import World
 from kv_transfer.protocol import codec
 from kv_transfer.protocol.messages import Message, Rejected
 
+pytestmark = pytest.mark.drawn
+
 NUM_PACKETS, NUM_LONG = 100_000, 10_000_000
 NUM_ROUND = 2_000
 """Packets between two requests that bring new sessions."""

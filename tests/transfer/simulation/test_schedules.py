@@ -20,6 +20,8 @@ from kv_transfer.quarantine import Quarantine
 from kv_transfer.timers import Timers
 from kv_transfer.tombstones import Tombstones
 
+pytestmark = pytest.mark.drawn
+
 NUM_SCHEDULES = 4_000
 """About 10 ms each; 20,000 would need more than three minutes."""
 NUM_STRETCHES, NUM_A_STRETCH = 10, 100_000
