@@ -90,3 +90,12 @@ def test_the_connector_is_registered_once_and_found_by_name():
     found = KVConnectorFactory.get_connector_class_by_name("FerryConnector")
     assert found.__name__ == "FerryConnector"
     assert supports_hma(found) is compat.REPORTS_FAILED_REQUESTS
+
+
+def test_the_calm_server_finds_what_it_replaces():
+    """Else two engines of several ranks on the same cores hang in their first reduction, and nothing says why."""
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    asked = "_all_group_ranks_share_shm_group_name"
+    assert asked in vars(CpuCommunicator)
+    assert asked in CpuCommunicator.__init__.__code__.co_names
