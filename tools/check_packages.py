@@ -1,7 +1,8 @@
 """Tests each package in an environment of its own, so that what it does not declare it cannot use.
 
 In:  the four packages as wheels, their declared requirements, and the tests of each.
-Out: one pytest run a package; exit status 1 if any of them failed.
+Out: one pytest run a package, as many at a time as there are cores, each told as a whole when it has ended; exit
+     status 1 if any of them failed.
 Law: an environment holds the package, what it declares, and what tests need (pytest, Hypothesis; numpy for Triton's
      interpreter), nothing else. kv_core's holds no torch, which is asserted.
 
@@ -11,10 +12,13 @@ Usage: .venv/bin/python tools/check_packages.py [--only kv-core]
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,11 +43,9 @@ class Package:
     absent: tuple[str, ...] = ()
 
 
-PACKAGES = {
+PACKAGES = {  # the longest tests first, since several run at a time
     package.name: package
     for package in (
-        Package("kv-core", "packages/kv-core", "tests/core", absent=("torch", "triton", "zmq", "numpy")),
-        Package("kv-kernels", "kernels", "tests/kernels", test_requirements=("numpy",), absent=("kv_core", "zmq")),
         Package(
             "kv-transfer",
             "packages/kv-transfer",
@@ -52,6 +54,8 @@ PACKAGES = {
             test_requirements=("numpy",),
             absent=("nixl", "vllm", "kv_engine_adapter"),
         ),
+        Package("kv-core", "packages/kv-core", "tests/core", absent=("torch", "triton", "zmq", "numpy")),
+        Package("kv-kernels", "kernels", "tests/kernels", test_requirements=("numpy",), absent=("kv_core", "zmq")),
         Package(
             "kv-engine-adapter",
             "packages/kv-engine-adapter",
@@ -70,9 +74,16 @@ def main() -> None:
     chosen = [PACKAGES[name] for name in parser.parse_args().only or PACKAGES]
     with tempfile.TemporaryDirectory(prefix="kvferry-wheels-") as wheels:
         build_wheels(Path(wheels))
-        passed = {package.name: check(package, Path(wheels)) for package in chosen}
+        passed = check_all(chosen, Path(wheels))
     print(*(f"{name:20} {'passed' if ok else 'FAILED'}" for name, ok in passed.items()), sep="\n", flush=True)
     sys.exit(not all(passed.values()))
+
+
+def check_all(packages: Sequence[Package], wheels: Path) -> dict[str, bool]:
+    """Whether each package passed."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        verdicts = pool.map(lambda package: check(package, wheels), packages)
+        return {package.name: passed for package, passed in zip(packages, verdicts, strict=True)}
 
 
 def build_wheels(target: Path) -> None:
@@ -96,17 +107,17 @@ def build_wheels(target: Path) -> None:
 
 def check(package: Package, wheels: Path) -> bool:
     """Whether the package's tests pass where only its wheel, its requirements and the test tools are installed."""
-    print(f"== {package.name}", flush=True)
+    started = time.monotonic()
     venv = Venv(ROOT / ".venvs" / package.name)
     asked = [*requirements(package), *TEST_TOOLS, *package.test_requirements]
-    with step("environment"):
-        venv.refresh(fingerprint(ROOT, asked, CONSTRAINTS.read_text()), lambda it: it.pip(*asked))
-        venv.pip("--no-deps", "--no-index", "--force-reinstall", *(str(wheel) for wheel in wheels_of(package, wheels)))
+    venv.refresh(fingerprint(ROOT, asked, CONSTRAINTS.read_text()), lambda it: it.pip(*asked))
+    venv.pip("--no-deps", "--no-index", "--force-reinstall", *(str(wheel) for wheel in wheels_of(package, wheels)))
     prove_absence(venv, package)
-    started = time.monotonic()
+    ready = time.monotonic()
     command = [str(venv.python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", selection(), package.tests]
-    ended = subprocess.run(command, cwd=ROOT)
-    print(f"  {package.tests}: {time.monotonic() - started:.0f} s", flush=True)
+    ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    spent = f"environment {ready - started:.0f} s, tests {time.monotonic() - ready:.0f} s"
+    print(f"== {package.name}\n{ended.stdout}  {package.tests}: {spent}", flush=True)
     return ended.returncode == 0
 
 
