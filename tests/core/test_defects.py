@@ -565,6 +565,41 @@ def test_d47_a_pin_knows_its_blocks_in_every_window():
     assert ours.num_free() == 16
 
 
+def test_d47_a_pin_is_given_up_piece_by_piece_from_its_end():
+    ours = manager(8)
+    ours.add(request("a", A[:13]))
+    pin = ours.release("a", pin=True)
+    ours.unpin(pin, {64: [3]})
+    assert (ours.num_free(), pin.block_ids) == (5, {64: (0, 1, 2)})
+    ours.unpin(pin, {64: [1]})
+    assert (ours.num_free(), pin.block_ids) == (5, {64: (0, 1, 2)}), "the third block hangs on the second"
+    for gone in (1, 3, 7):
+        with pytest.raises(CallerError, match=f"theirs=\\[{gone}\\]"):
+            ours.unpin(pin, {64: [gone]})
+    ours.unpin(pin, {64: [2]})
+    assert (ours.num_free(), pin.block_ids) == (7, {64: (0,)})
+    assert ours.add(request("b", B[:28])) is not None
+    assert found(ours, A[:13]) == 4, "what is still pinned stays, the rest made room"
+    ours.unpin(pin)
+    with pytest.raises(CallerError, match="before"):
+        ours.unpin(pin, {})
+
+
+def test_d47_a_sliding_window_gives_up_any_block_of_a_pin():
+    ours = manager(8, windows=(8, 64))
+    ours.add(request("a", A[:13]))
+    pin = ours.pin("a")
+    ours.release("a")
+    ours.unpin(pin, {8: [1, 3], 64: [1]})
+    assert pin.block_ids == {8: (0, 2), 64: (0, 1, 2, 3)}
+    assert [ours.num_free(size) for size in (8, 64)] == [6, 4]
+    ours.unpin(pin, {8: [0, 2]})
+    ours.unpin(pin, {64: [0, 2, 3]})
+    assert ours.num_free() == 16
+    with pytest.raises(CallerError, match="before"):
+        ours.unpin(pin)
+
+
 def test_d48_slots_belong_to_requests_and_have_no_leftovers():
     ours = manager(4, 4)
     run(ours, "a", A[:13])

@@ -96,6 +96,10 @@ class Duels(RuleBasedStateMachine):
     def unpin(self, number):
         self.duel.unpin(number)
 
+    @rule(number=NUMBERS, positions=st.sets(st.integers(0, 9)))
+    def unpin_some(self, number, positions):
+        self.duel.unpin_some(number, positions)
+
     @rule(number=NUMBERS, ordinal=st.integers(0, 8))
     def make_writable(self, number, ordinal):
         self.duel.make_writable(number, ordinal)

@@ -195,6 +195,23 @@ class Duel:
             self.real.unpin(real)
             self.naive.unpin(naive)
 
+    def unpin_some(self, number, positions):
+        """Blocks of one window of one pin, by their positions in it."""
+        if not self.pins:
+            return
+        real, naive = self.pins[number % len(self.pins)]
+        at = number % len(self.world.windows)
+        size = self.world.windows[at].window
+        listed = real.block_ids[size]
+        given = {listed[position] for position in positions if position < len(listed)} - real.waiting[size]
+        self.real.unpin(real, {size: given})
+        self.naive.unpin(naive, at, given)
+        assert sorted(sum(real.block_ids.values(), ())) == sorted(
+            block.block_id for _, _, blocks in naive.held for block in blocks
+        )
+        if not naive.held:
+            self.pins.remove((real, naive))
+
     def make_writable(self, number, ordinal):
         name = self.pick(number)
         if name is None:
@@ -389,7 +406,8 @@ class Player:
             (9, lambda: self.duel.rewind(self.number(), self.random.choice((1, 1, 2, 3, 5, 9)))),
             (16, self.release),
             (2, lambda: self.duel.pin(self.number())),
-            (3, lambda: self.duel.unpin(self.number())),
+            (2, lambda: self.duel.unpin(self.number())),
+            (2, lambda: self.duel.unpin_some(self.number(), self.positions())),
             (2, lambda: self.duel.make_writable(self.number(), self.random.randrange(8))),
             (2, lambda: self.duel.extend(self.number(), self.tokens(2))),
             (1, lambda: self.duel.grow(self.number(), self.random.choice((1, 2, 4, 9)))),
@@ -409,6 +427,10 @@ class Player:
 
     def number(self):
         return self.random.randrange(64)
+
+    def positions(self):
+        first, last = sorted((self.random.randrange(8), self.random.randrange(12)))
+        return range(first, last + 1)
 
     def filled(self):
         return self.random.randrange(40) if self.random.random() < 0.15 else None

@@ -9,6 +9,7 @@ Law: obviously right before fast. Every rule is written for single blocks, as do
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from kv_core.config import ManagerConfig
@@ -37,7 +38,9 @@ class NaiveSequence:
 
 @dataclass(eq=False)
 class NaivePin:
-    held: list  # (window, tail, blocks) by window
+    held: list  # (window, tail, blocks), one or more a window
+    paths: dict  # blocks that were in the tree, by window
+    waiting: set  # given up, but others of the pin hang on them
 
 
 class NaiveManager:
@@ -262,28 +265,58 @@ class NaiveManager:
 
     def pin(self, request_id):
         sequence = self.sequences[request_id]
-        held = []
+        held, paths = [], {}
         for window, table in zip(self.windows, sequence.tables, strict=True):
             blocks = table.blocks(table.start, table.stop)
             for block in blocks:
                 block.pins += 1
-            for block in table.blocks(table.start, max(table.published, table.start)):
+            paths[window] = table.blocks(table.start, max(table.published, table.start))
+            for block in paths[window]:
                 block.node.used = window.now
             window.pins.append(table.tail)
             held.append((window, table.tail, blocks))
-        pin = NaivePin(held)
+        pin = NaivePin(held, paths, set())
         self.pins.append(pin)
         return pin
 
-    def unpin(self, pin):
-        self.pins.remove(pin)
-        for window, tail, blocks in pin.held:
-            for block in reversed(blocks):
+    def unpin(self, pin, at=None, given=()):
+        """Give up all, or blocks of one window: there the last ones first, if it is not sliding."""
+        for window in self.windows if at is None else [self.windows[at]]:
+            mine = [(tail, blocks) for ours, tail, blocks in pin.held if ours is window]
+            listed = [block for _, blocks in mine for block in blocks]
+            pin.waiting |= set(listed) if at is None else {window.blocks[block_id] for block_id in given}
+            wanted = pin.waiting & set(listed)
+            if not window.sliding:
+                wanted = set(takewhile(wanted.__contains__, reversed(listed)))
+            pin.held = [held for held in pin.held if held[0] is not window]
+            pieces = []
+            for tail, blocks in reversed(mine):
+                window.pins.remove(tail)
+                pieces = self.unpin_piece(window, tail, blocks, wanted, pin.paths[window]) + pieces
+            pin.held += pieces
+            pin.waiting -= wanted
+        if not pin.held:
+            self.pins.remove(pin)
+
+    def unpin_piece(self, window, tail, blocks, wanted, path):
+        """Give up what is wanted of blocks in a row; what is kept, in pieces that follow each other."""
+        pieces = [(window, tail, [])]
+        for block in blocks:
+            if block in wanted:
+                pieces.append((window, tail, []))
+            elif block in path:
+                pieces[-1] = (window, block.node, [*pieces[-1][2], block])
+            else:
+                pieces.append((window, tail, [block]))
+        for block in reversed(blocks):
+            if block in wanted:
                 block.pins -= 1
                 if not block.held:
                     window.free(block)
-            window.pins.remove(tail)
-            window.prune(tail)
+        pieces = [piece for piece in pieces if piece[2]]
+        window.pins += [end for _, end, _ in pieces]
+        window.prune(tail)
+        return pieces
 
     # Growing.
 

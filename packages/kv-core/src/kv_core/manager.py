@@ -139,21 +139,24 @@ class KVCacheManager:
     def pin(self, request_id: RequestId) -> Pin:
         """Keep the blocks that the request has now, whatever becomes of it."""
         pairs = self._registry.pairs(self._registry.find(request_id))
-        block_ids = {
-            window.size: tuple(BlockId(block_id) for block_id in table.private_ids(table.start, table.stop))
-            for window, table in pairs
-        }
-        pin = Pin([pins.pin_table(window, table) for window, table in pairs], block_ids)
+        pin = Pin([pins.pin_table(window, table) for window, table in pairs])
         self._pins[pin] = None
         return pin
 
-    def unpin(self, pin: Pin) -> None:
-        """Give a pin's blocks up. CallerError if that was done before."""
+    def unpin(self, pin: Pin, blocks: abc.Mapping[int, abc.Collection[BlockId]] | None = None) -> None:
+        """Give a pin's blocks up: all, or those that `blocks` names by window; the others stay pinned.
+
+        A window that does not slide keeps a block until those of the pin that follow it are given up too. CallerError
+        if the pin was given back before, or does not hold what is named.
+        """
         if pin not in self._pins:
             raise CallerError("this pin was given back before, or another manager gave it")
-        del self._pins[pin]
-        for held in pin.held:
-            pins.unpin(held)
+        for size, block_ids in (blocks or {}).items():
+            pin.check_holds(size, block_ids)
+        for size, block_ids in (pin.block_ids if blocks is None else blocks).items():
+            pin.give_up(self._registry.window(size), block_ids)
+        if not pin.held:
+            del self._pins[pin]
 
     def make_writable(self, request_id: RequestId, ordinal: BlockOrdinal) -> bool:
         """Give every beam its own copies of the blocks from `ordinal` on that others may read (core spec 8.7, D49).
@@ -313,8 +316,10 @@ class KVCacheManager:
 
     def check(self) -> None:
         """Prove all invariants; AssertionError names the broken law. Linear in everything."""
-        for at, window in enumerate(self._registry.windows):
-            inspection.check_window(window, list(self._registry.tables(window)), [pin.held[at] for pin in self._pins])
+        held = [held for pin in self._pins for held in pin.held]
+        for window in self._registry.windows:
+            ours = [one for one in held if one.window is window]
+            inspection.check_window(window, list(self._registry.tables(window)), ours)
         for sequence in self._registry.sequences.values():
             assert sequence.room == self._registry.room(sequence), "law: room is up to date"
             for window, table in self._registry.pairs(sequence):

@@ -1,17 +1,21 @@
 """Keeping blocks beyond the request that they belong to (core spec D16, D47).
 
 In:  the table of a running request.
-Out: `Pin`, a handle on all blocks that the table had; given back once.
+Out: `Pin`, a handle on all blocks that the table had; given back once, whole or piece by piece.
 Law: pinning and holding are one operation. A pinned block is never free, whoever else gives it up, and never loses its
-     content; when it is published by its request, the pin holds it in the tree.
+     content; when it is published by its request, the pin holds it in the tree. In a window that does not slide a pin
+     lets go from its end only: a block is of no use without those before it, and none goes before what hangs on it.
 
 A pin holds the published path like a table does, and private blocks one by one: `Window.pins` counts them. A private
 block that is published becomes a run of its own (`pinned_runs`); one that its table gives up waits as an *orphan*.
 """
 
 from array import array
+from collections.abc import Collection, Container
+from itertools import groupby, takewhile
 from typing import NamedTuple
 
+from kv_core.errors import CallerError
 from kv_core.ids import BlockId
 from kv_core.runs import Run
 from kv_core.sequence import Table
@@ -19,46 +23,97 @@ from kv_core.window import Window
 
 
 class Held(NamedTuple):
-    """What a pin holds in one window: the path that ends with `tail` from `start` on, and private blocks."""
+    """Blocks of one window without a gap: `path`, the ids from ordinal `start` to the end of `tail`; then private ones."""
 
     window: Window
     tail: Run
     start: int
+    path: "array[int]"
     private: "array[int]"
 
 
 class Pin:
-    """Blocks kept until `unpin`. It belongs to the manager that gave it; `block_ids` lists them by window."""
+    """Blocks kept until `KVCacheManager.unpin`, which alone changes it. It belongs to the manager that gave it.
 
-    __slots__ = ("block_ids", "held")
+    `waiting` blocks were given up, but others of the pin still hang on them.
+    """
 
-    def __init__(self, held: list[Held], block_ids: dict[int, tuple[BlockId, ...]]) -> None:
+    __slots__ = ("held", "waiting")
+
+    def __init__(self, held: list[Held]) -> None:
         self.held = held
-        self.block_ids = block_ids
+        self.waiting: dict[int, set[int]] = {held.window.size: set() for held in held}
+
+    @property
+    def block_ids(self) -> dict[int, tuple[BlockId, ...]]:
+        """What is held now, by window, in the order of the sequence."""
+        found: dict[int, tuple[BlockId, ...]] = dict.fromkeys(self.waiting, ())
+        for held in self.held:
+            found[held.window.size] += tuple(BlockId(block_id) for block_id in held.path + held.private)
+        return found
+
+    def check_holds(self, size: int, block_ids: Collection[BlockId]) -> None:
+        """CallerError for blocks that are not in this pin, or were given up before."""
+        left = set(self.block_ids.get(size, ())) - self.waiting.get(size, set())
+        if not left.issuperset(block_ids):
+            raise CallerError(f"not pinned: window={size}, ours={sorted(left)}, theirs={sorted(block_ids)}")
+
+    def give_up(self, window: Window, block_ids: Collection[BlockId]) -> None:
+        """Let go of these blocks of one window, as far as nothing that is kept hangs on them."""
+        waiting = self.waiting[window.size]
+        waiting.update(block_ids)
+        given = set(waiting)
+        if not window.is_sliding:
+            given = set(takewhile(waiting.__contains__, reversed(self.block_ids[window.size])))
+        waiting -= given
+        kept: list[Held] = []
+        for held in reversed(self.held):
+            kept += reversed(unpin(held, given)) if held.window is window else [held]
+        self.held = kept[::-1]
 
 
 def pin_table(window: Window, table: Table) -> Held:
     """Hold all blocks that a table has."""
     window.hold(table.tail, table.start)
     table.tail.anchors += 1
-    private = table.private_ids(max(table.published, table.start), table.stop)
+    border = max(table.published, table.start)
+    private = table.private_ids(border, table.stop)
     for block_id in private:
         window.pins[block_id] = window.pins.get(block_id, 0) + 1
     if table.partial is not None:
         pin_runs(window, table.partial)
-    return Held(window, table.tail, table.start, private)
+    return Held(window, table.tail, table.start, table.private_ids(table.start, border), private)
 
 
-def unpin(held: Held) -> None:
-    """Give everything up, the last block first."""
-    window = held.window
+def unpin(held: Held, given: Container[int]) -> list[Held]:
+    """Give up these of its blocks, the last one first; what is kept, in pieces."""
+    window, run, stop = held.window, held.tail, held.tail.stop
     for block_id in reversed(held.private):
-        if block_id in window.pinned_runs:
-            _unpin_run(window, block_id)
+        if block_id in given:
+            _unpin_one(window, block_id)
+    private = array("i", [block_id for block_id in held.private if block_id not in given])
+    pieces: list[Held] = []
+    if private:
+        pieces.append(Held(window, run, max(held.start, stop), array("i"), private))
+        run.anchors += 1
+    for is_given, group in reversed([(key, array("i", ids)) for key, ids in groupby(held.path, given.__contains__)]):
+        start = stop - len(group)
+        above = window.border(run, start)
+        if is_given:
+            window.let_go(run, start)
         else:
-            _unpin_private(window, block_id)
-    window.let_go(held.tail, held.start)
+            pieces.append(Held(window, run, start, group, array("i")))
+            run.anchors += 1
+        run, stop = above, start
     window.lift_anchor(held.tail)
+    return pieces[::-1]
+
+
+def _unpin_one(window: Window, block_id: int) -> None:
+    if block_id in window.pinned_runs:
+        _unpin_run(window, block_id)
+    else:
+        _unpin_private(window, block_id)
 
 
 def _unpin_private(window: Window, block_id: int) -> None:
