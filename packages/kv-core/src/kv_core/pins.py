@@ -23,7 +23,7 @@ from kv_core.window import Window
 
 
 class Held(NamedTuple):
-    """Blocks of one window without a gap: `path`, the ids from ordinal `start` to the end of `tail`; then private ones."""
+    """Blocks of one window without a gap: `path` from ordinal `start` to the end of `tail`, then private ones."""
 
     window: Window
     tail: Run

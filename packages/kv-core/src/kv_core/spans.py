@@ -1,7 +1,7 @@
 """One half-open interval type for tokens, blocks, layers and heads.
 
 In:  two integers.
-Out: `Span`, with intersection, covering, shifting and the blocks that hold it.
+Out: `Span`, with intersection, covering and the blocks that hold it.
 Law: `start <= stop`; the empty span is falsy and covers nothing.
 """
 
@@ -50,10 +50,6 @@ class Span:
     def covers(self, other: "Span") -> bool:
         """Whether every integer of `other` is ours too."""
         return not other or (self.start <= other.start and other.stop <= self.stop)
-
-    def shifted(self, by: int) -> "Span":
-        """The same length, `by` further on."""
-        return Span(self.start + by, self.stop + by)
 
     def blocks(self, tokens_per_block: int) -> "Span":
         """Ordinals of the blocks that hold these tokens."""
