@@ -74,9 +74,9 @@ def test_orders_become_calls_and_an_offer_opens_before_it_settles(worker, transc
     end = SettleOffer(RequestId("p1"), TRANSFER, "released")
     worker.run(StepOrders((offer,), (end,), (load(),), (RequestId("d0"),)))
     assert [name for name, _ in transceiver.calls] == ["offer", "settle", "receive", "abort"]
-    assert transceiver.calls[0][1].block_ids == (2, 3, 4, 5, 6, 7)
+    assert transceiver.calls[0][1].tables.by_group == ((2, 3, 4, 5, 6, 7),)
     assert transceiver.calls[2][1].tokens == Span(40, 99)
-    assert transceiver.calls[2][1].block_ids == (14, 15, 16, 17, 18, 19, 20, 21)
+    assert transceiver.calls[2][1].tables.by_group == ((14, 15, 16, 17, 18, 19, 20, 21),)
 
 
 def test_every_end_is_reported_once_and_a_failed_load_is_received_too(worker, transceiver, caplog):

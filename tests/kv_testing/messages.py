@@ -9,7 +9,7 @@ from kv_core.spans import Span
 from kv_testing.layouts import make_state
 from kv_transfer.agent.cards import AgentCard, RemoteSlice
 from kv_transfer.plan.compatibility import Reason
-from kv_transfer.plan.plan import Piece
+from kv_transfer.plan.plan import MAX_TOKENS, Piece
 from kv_transfer.protocol import messages as m
 
 SESSION = SessionId("0123456789abcdef" * 2)
@@ -35,6 +35,7 @@ SAMPLES: tuple[m.Message, ...] = (
         transfer_id=TRANSFER,
         prompt_key=b"\x00" * 32,
         tokens=Span(16, 40),
+        num_tokens=41,
         pieces=(Piece(Span(0, 2), Span(1, 3)), Piece(Span(2, 4), Span(0, 4))),
         chunk_bytes=1 << 20,
         checksum=True,
@@ -83,6 +84,7 @@ ANY_MESSAGE: st.SearchStrategy[m.Message] = st.one_of(
         transfer_id=_ids,
         prompt_key=_keys,
         tokens=_spans,
+        num_tokens=st.integers(4090, MAX_TOKENS),
         pieces=st.lists(_pieces, min_size=1, max_size=8).map(tuple),
         chunk_bytes=st.integers(64, (1 << 40) - 1),
         checksum=st.booleans(),

@@ -19,6 +19,7 @@ from torch import Tensor
 from kv_core.ids import BlockId, Rank
 from kv_core.spans import Span, ceil_div
 from kv_testing.layouts import Dice, pick
+from kv_transfer.orders import BlockTables
 from kv_transfer.plan.cache_state import PLAIN, CacheState, Share
 from kv_transfer.plan.plan import Chunk
 from kv_transfer.pools import PagedCaches, planes_of
@@ -46,7 +47,12 @@ class World:
 
     def table_of(self, window: int) -> tuple[BlockId, ...]:
         """The block ids of the layers with this window: another order for each."""
-        return self.table if not window else tuple(reversed(self.table))
+        return self.table[window % len(self.table) :] + self.table[: window % len(self.table)]
+
+    def tables(self, rank: Rank, num_tokens: int | None = None) -> BlockTables:
+        """What the rank's engine hands in for the sequence, or for its first tokens."""
+        windows = windows_of(self.state, self.state.share_of(rank))
+        return BlockTables(self.num_tokens if num_tokens is None else num_tokens, tuple(map(self.table_of, windows)))
 
     def blocks_of(self, rank: Rank) -> tuple[int, ...]:
         """Global ordinals of a rank's own blocks."""
@@ -79,9 +85,16 @@ def draw_form(dice: Dice, state: CacheState) -> str:
 def make_caches(state: CacheState, share: Share, num_blocks: int, form: str) -> PagedCaches:
     """One rank's caches, full of filler, in tensors of the given form."""
     layers = [_make_layer(state, share, num_blocks, form) for _ in share.layers]
-    caches = PagedCaches.of_layers(share, layers, state.tokens_per_block, state.layout.tile)
+    windows = windows_of(state, share)
+    groups = [windows.index(state.window_of(layer)) for layer in share.layers] if len(windows) > 1 else ()
+    caches = PagedCaches.of_layers(share, layers, state.tokens_per_block, state.layout.tile, groups)
     caches.check(state, share)
     return caches
+
+
+def windows_of(state: CacheState, share: Share) -> tuple[int, ...]:
+    """The window of each of a rank's layer groups: layers have one block table exactly if they have one window."""
+    return tuple(sorted({state.window_of(layer) for layer in share.layers})) or (0,)
 
 
 def fill(world: World, tokens: Span, group: int = 0) -> None:

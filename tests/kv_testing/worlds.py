@@ -98,6 +98,8 @@ class Side:
     on_device: dict[Rank, PagedCaches] = field(default_factory=dict)
     """What the ranks really hold, if that is not the world's own memory."""
     work_before: Callable[[], None] = lambda: None
+    group: int = 0
+    """Whose ranks fetch."""
     received: list[tuple[int, Received]] = field(default_factory=list)
     sent: list[tuple[int, RequestId]] = field(default_factory=list)
 
@@ -110,15 +112,16 @@ class Side:
         prompt_key: bytes = PROMPT,
         num_tokens: int = NUM_TOKENS,
         lease_s: float | None = None,
+        group: int = 0,
     ) -> TransferId:
-        """Fill the blocks with their tags, and let peers read them."""
-        offer = self.make_offer(request_id, transfer_id, prompt_key, num_tokens)
-        fill(self.world, Span(0, num_tokens))
+        """Fill the blocks of the group's ranks with their tags, and let peers read them."""
+        transfer = TransferId(transfer_id or fresh_id())
+        fill(self.world, Span(0, num_tokens), group)
         self.push()
-        self.door.open_offer(offer.transfer_id, offer.request_id, prompt_key, lease_s)
-        for rank in self.ranks:
-            rank.offer(offer)
-        return offer.transfer_id
+        self.door.open_offer(transfer, RequestId(request_id), prompt_key, lease_s)
+        for rank in self.world.state.parallel.ranks_of(group):
+            self.ranks[rank].offer(self.make_offer(request_id, transfer, prompt_key, num_tokens, rank))
+        return transfer
 
     def make_offer(
         self,
@@ -126,10 +129,11 @@ class Side:
         transfer_id: str | None = None,
         prompt_key: bytes = PROMPT,
         num_tokens: int = NUM_TOKENS,
+        rank: int = 0,
     ) -> Offer:
-        """An offer of this side's blocks, not handed in."""
+        """An offer of one rank's blocks, not handed in."""
         transfer = TransferId(transfer_id or fresh_id())
-        return Offer(transfer, RequestId(request_id), prompt_key, num_tokens, self.world.table)
+        return Offer(transfer, RequestId(request_id), prompt_key, self.world.tables(Rank(rank), num_tokens))
 
     def settle(self, transfer_id: str, request_id: str = "p0", reason: str = "aborted") -> None:
         """End an offer at every rank, without its door."""
@@ -162,11 +166,17 @@ class Side:
         prompt_key: bytes = PROMPT,
         incarnation: str | None = None,
         only_ranks: Sequence[int] | None = None,
+        from_group: int = 0,
+        to_group: int = 0,
     ) -> None:
-        """Have every rank fetch its part."""
-        order = self.make_order(*peer.door.address, transfer_id, request_id, tokens, prompt_key, incarnation)
-        for number in range(len(self.ranks)) if only_ranks is None else only_ranks:
-            self.ranks[number].receive(order)
+        """Have every rank of the group fetch its part."""
+        self.group = to_group
+        of_group = self.world.state.parallel.ranks_of(to_group)
+        for rank in of_group if only_ranks is None else only_ranks:
+            order = self.make_order(
+                *peer.door.address, transfer_id, request_id, tokens, prompt_key, incarnation, rank, from_group
+            )
+            self.ranks[rank].receive(order)
 
     def make_order(
         self,
@@ -177,11 +187,14 @@ class Side:
         tokens: Span = ALL,
         prompt_key: bytes = PROMPT,
         incarnation: str | None = None,
+        rank: int = 0,
+        from_group: int = 0,
     ) -> ReceiveOrder:
-        """An order into this side's blocks, not handed in."""
+        """An order into one rank's blocks, not handed in."""
         run = Incarnation(incarnation) if incarnation else None
         request, transfer = RequestId(request_id), TransferId(transfer_id)
-        return ReceiveOrder(request, transfer, prompt_key, tokens, self.world.table, host, port, run)
+        tables = self.world.tables(Rank(rank))
+        return ReceiveOrder(request, transfer, prompt_key, tokens, tables, host, port, run, from_group)
 
     def abort(self, request_id: str = "d0") -> None:
         """Give an order up, at every rank."""
@@ -207,7 +220,8 @@ class Side:
             for side in (self, *others):
                 side.step()
             found = {rank: each for rank, each in self.received if each.request_id == request_id}
-            return [found[rank] for rank in sorted(found)] if len(found) == len(self.ranks) else []
+            num_ranks = len(self.world.state.parallel.ranks_of(self.group))
+            return [found[rank] for rank in sorted(found)] if len(found) == num_ranks else []
 
         return wait_for(reported, timeout_s, f"the outcomes of {request_id}")
 
@@ -232,7 +246,7 @@ class Side:
         """Elements that differ from: tags for these tokens, filler everywhere else."""
         for ours, theirs in self._planes():
             ours.copy_(theirs)
-        return misplaced(self.world, tokens)
+        return misplaced(self.world, tokens, self.group)
 
     def push(self) -> None:
         """Queues the copy of the world's memory to the device, on the current stream, behind `work_before`."""
@@ -286,7 +300,8 @@ def make_side(
 ) -> Side:
     """A running instance. `ports`: of the door, then of each rank; any free ones if empty."""
     incarnation = Incarnation(f"{name}-{secrets.token_hex(4)}")
-    world = make_world(state, num_tokens, FORMS[state.layout.order][0], seed=len(name))
+    form = FORMS[state.layout.order][0] if state.layout.is_plain else "split BHD"
+    world = make_world(state, num_tokens, form, seed=len(name))
     ranks = state.parallel.ranks
     on_device = {} if device is None else {rank: _moved(world.caches[rank], device) for rank in ranks}
     ports = list(ports) or [0] * (len(ranks) + 1)

@@ -8,26 +8,29 @@ Law: an element is a number that names its request, layer, head and token. Block
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kv_core.ids import Incarnation, InstanceId, Rank, RequestId, SessionId
-from kv_core.spans import Span
+from kv_core.spans import Span, ceil_div
 from kv_testing.layouts import make_state
 from kv_testing.sim.clockwork import Process, check
 from kv_testing.sim.network import Network, SimAgent, SimWire
+from kv_testing.tagged import World, windows_of
 from kv_transfer.config import TransferConfig
 from kv_transfer.copies import CorruptBytes
 from kv_transfer.core import Core
 from kv_transfer.instance import _Porter
 from kv_transfer.mover import Moved
-from kv_transfer.orders import Offer, Received, ReceiveOrder, Settled
-from kv_transfer.plan.cache_state import BlockLayout, CacheState, ParallelLayout, Share
+from kv_transfer.orders import BlockTables, Offer, Received, ReceiveOrder, Settled
+from kv_transfer.plan.cache_state import BlockLayout, CacheState, ParallelLayout
+from kv_transfer.plan.context import ContextCut
 from kv_transfer.plan.plan import Chunk
 from kv_transfer.protocol.messages import InstanceCard, Message, RankCard
 from kv_transfer.room import Identity, Room
@@ -39,7 +42,9 @@ Elements = npt.NDArray[np.uint64]
 
 
 @lru_cache
-def state_of(tp: int, stages: tuple[int, ...], tokens_per_block: int) -> CacheState:
+def state_of(
+    tp: int, stages: tuple[int, ...], tokens_per_block: int, cp: int, cut: ContextCut, windows: tuple[int, ...]
+) -> CacheState:
     """8 bytes for each (layer, head, token)."""
     return make_state(
         fingerprint="model",
@@ -49,8 +54,9 @@ def state_of(tp: int, stages: tuple[int, ...], tokens_per_block: int) -> CacheSt
         num_layers=NUM_LAYERS,
         num_kv_heads=NUM_HEADS,
         tokens_per_block=tokens_per_block,
+        windows=windows,
         layout=BlockLayout("head_major"),
-        parallel=ParallelLayout.even(tp, list(stages), NUM_HEADS),
+        parallel=ParallelLayout.even(tp, list(stages), NUM_HEADS, cp=cp, context_cut=cut),
     )
 
 
@@ -61,54 +67,52 @@ def tags(transfer: int) -> Elements:
     return ((transfer + 1) << 24 | layers << 16 | heads << 8 | tokens).astype(np.uint64)
 
 
-def table_of(slot: int, tokens_per_block: int) -> tuple[int, ...]:
-    """The blocks of one request; nobody else's."""
-    num_blocks = -(-NUM_TOKENS // tokens_per_block)
-    return tuple(slot * num_blocks + (5 * block + slot) % num_blocks for block in range(num_blocks))
-
-
 @lru_cache
-def places_of(table: tuple[int, ...], tokens_per_block: int, tokens: Span) -> npt.NDArray[np.int64]:
-    token = np.arange(tokens.start, tokens.stop)
-    return np.asarray(table)[token // tokens_per_block] * tokens_per_block + token % tokens_per_block
+def tables_of(slot: int, state: CacheState, rank: Rank) -> BlockTables:
+    """The blocks of one request, nobody else's; layers with another window have them in another order."""
+    num_blocks = ceil_div(NUM_TOKENS, state.tokens_per_block)
+    table = [slot * num_blocks + (5 * block + slot) % num_blocks for block in range(num_blocks)]
+    windows = windows_of(state, state.share_of(rank))
+    return BlockTables(NUM_TOKENS, tuple((*table[w % num_blocks :], *table[: w % num_blocks]) for w in windows))
 
 
 class SimCopier:
     """The blocks of one rank, and the copies into and out of them."""
 
-    def __init__(self, share: Share, tokens_per_block: int) -> None:
-        num_places = MAX_REQUESTS * -(-NUM_TOKENS // tokens_per_block) * tokens_per_block
-        self.share = share
+    def __init__(self, state: CacheState, rank: Rank) -> None:
+        self.share = share = state.share_of(rank)
+        size = state.tokens_per_block
+        num_places = MAX_REQUESTS * ceil_div(NUM_TOKENS, size) * size
         self.elements: Elements = np.zeros((len(share.layers), len(share.heads), num_places), dtype=np.uint64)
         self.times_written = np.zeros(self.elements.shape, dtype=np.int8)
-        self.readable: set[tuple[int, ...]] = set()
-        self.writable: set[tuple[int, ...]] = set()
-        self._tokens_per_block = tokens_per_block
+        self.readable: set[BlockTables] = set()
+        self.writable: set[BlockTables] = set()
+        self._size = size
+        self._windows = [state.window_of(layer) for layer in share.layers]
+        groups = windows_of(state, share)
+        self._groups = [groups.index(window) for window in self._windows]
+        # The rule of the spec (5.9), block by block: World has it, and not from the plan.
+        self._own = World(state, {}, (), NUM_TOKENS).blocks_of(rank)
+        self._places: dict[tuple[int, ...], npt.NDArray[np.int64]] = {}
 
-    def fill(self, table: tuple[int, ...], transfer: int) -> None:
+    def fill(self, tables: BlockTables, transfer: int) -> None:
         """What a prefill leaves in its blocks."""
-        self.readable.add(table)
-        layers, heads = self.share.layers, self.share.heads
-        self.elements[:, :, self.places(table, Span(0, NUM_TOKENS))] = tags(transfer)[
-            layers.start : layers.stop, heads.start : heads.stop
-        ]
+        self.readable.add(tables)
+        for layer, (held, places) in enumerate(self._held(tables)):
+            self.elements[layer][:, places] = self._tags(transfer, layer)[:, held]
 
-    def poison(self, table: tuple[int, ...]) -> None:
+    def poison(self, tables: BlockTables) -> None:
         """The engine uses the blocks for something else."""
-        self.readable.discard(table)
-        self.elements[:, :, self.places(table, Span(0, NUM_TOKENS))] = POISON
-
-    def places(self, table: Sequence[int], tokens: Span) -> npt.NDArray[np.int64]:
-        return places_of(tuple(table), self._tokens_per_block, tokens)
+        self.readable.discard(tables)
+        for layer, (_, places) in enumerate(self._held(tables)):
+            self.elements[layer][:, places] = POISON
 
     def gather(
-        self, chunk: Chunk, table: Sequence[int], ours: CacheState, staged: memoryview, *, checksum: bool
+        self, chunk: Chunk, tables: BlockTables, staged: memoryview, *, checksum: bool
     ) -> Callable[[], int | None]:
         def run() -> int | None:
-            check(tuple(table) in self.readable, "blocks are read after their request was reported as sent")
-            layers, heads = self._part(chunk)
-            places = self.places(table, chunk.tokens)
-            staged[:] = self.elements[layers, heads][:, :, places].tobytes()
+            check(tables in self.readable, "blocks are read after their request was reported as sent")
+            staged[:] = b"".join(self.elements[layer][where].tobytes() for layer, where in self._where(chunk, tables))
             return zlib.crc32(staged) if checksum else None
 
         return run
@@ -117,7 +121,7 @@ class SimCopier:
         self,
         session: SessionId,
         chunk: Chunk,
-        table: Sequence[int],
+        tables: BlockTables,
         theirs: CacheState,
         staged: memoryview,
         checksum: int | None,
@@ -128,30 +132,58 @@ class SimCopier:
                 return
             if checksum is not None and zlib.crc32(staged) != checksum:
                 raise CorruptBytes("checksums differ")
-            check(tuple(table) in self.writable, "blocks are written after their order was reported")
-            layers, heads = self._part(chunk)
-            places = self.places(table, chunk.tokens)
+            check(tables in self.writable, "blocks are written after their order was reported")
             shape = (len(chunk.piece.layers), len(chunk.piece.heads), len(chunk.tokens))
-            self.elements[layers, heads, places] = np.frombuffer(staged, np.uint64).reshape(shape)
-            self.times_written[layers, heads, places] += 1
+            dense = np.frombuffer(staged, np.uint64).reshape(shape)
+            for part, (layer, where) in zip(dense, self._where(chunk, tables), strict=True):
+                self.elements[layer][where] = part
+                self.times_written[layer][where] += 1
 
         return run
 
-    def check_loaded(self, table: tuple[int, ...], tokens: Span, transfer: int, *, why: str) -> None:
+    def check_loaded(self, tables: BlockTables, tokens: Span, transfer: int, *, why: str) -> None:
         """Each wanted element is here, right, and was written once; no other of these blocks was touched."""
-        layers, heads = self.share.layers, self.share.heads
-        wanted = tags(transfer)[layers.start : layers.stop, heads.start : heads.stop, tokens.start : tokens.stop]
-        places = self.places(table, tokens)
-        check(bool((self.elements[:, :, places] == wanted).all()), "wrong bytes are reported as received:", why)
-        check(bool((self.times_written[:, :, places] == 1).all()), "an element was not moved exactly once:", why)
-        everywhere = self.places(table, Span(0, NUM_TOKENS))
-        num_written = int(self.times_written[:, :, everywhere].sum())
-        check(num_written == wanted.size, "elements that nobody asked for were moved:", why)
+        for layer, (held, places) in enumerate(self._held(tables)):
+            window = self._windows[layer]
+            first = max(tokens.start, tokens.stop - window + 1) if window else tokens.start
+            is_wanted = (held >= first) & (held < tokens.stop)
+            wanted = self._tags(transfer, layer)[:, held[is_wanted]]
+            found = self.elements[layer][:, places[is_wanted]]
+            check(bool((found == wanted).all()), "wrong bytes are reported as received:", why)
+            times = self.times_written[layer]
+            check(bool((times[:, places[is_wanted]] == 1).all()), "an element was not moved exactly once:", why)
+            check(not times[:, places[~is_wanted]].any(), "elements that nobody asked for were moved:", why)
 
-    def _part(self, chunk: Chunk) -> tuple[slice, slice]:
-        layers, heads = chunk.piece.layers, chunk.piece.heads
-        first, head = self.share.layers.start, self.share.heads.start
-        return slice(layers.start - first, layers.stop - first), slice(heads.start - head, heads.stop - head)
+    def _tags(self, transfer: int, layer: int) -> Elements:
+        heads = self.share.heads
+        return tags(transfer)[self.share.layers.start + layer, heads.start : heads.stop]
+
+    def _held(self, tables: BlockTables) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+        """(global tokens held, their places) of each layer."""
+        for group in self._groups:
+            places = self._places_of(tables.by_group[group])
+            held = np.flatnonzero(places >= 0)
+            yield held, places[held]
+
+    def _where(self, chunk: Chunk, tables: BlockTables) -> Iterator[tuple[int, Any]]:
+        """(layer, index of the chunk's elements in it: [heads, places])."""
+        heads, first = chunk.piece.heads, self.share.heads.start
+        for layer in chunk.piece.layers:
+            number = layer - self.share.layers.start
+            table = tables.by_group[self._groups[number]]
+            places = self._places_of(table)[chunk.tokens.start : chunk.tokens.stop]
+            check(bool((places >= 0).all()), "tokens of another context rank are moved:", chunk)
+            yield number, (slice(heads.start - first, heads.stop - first), places)
+
+    def _places_of(self, table: tuple[int, ...]) -> npt.NDArray[np.int64]:
+        """The place of each global token; -1 for those of other context ranks."""
+        if table not in self._places:
+            places = np.full(NUM_TOKENS, -1, dtype=np.int64)
+            for block, place in zip(self._own, table, strict=False):
+                tokens = np.arange(block * self._size, min((block + 1) * self._size, NUM_TOKENS))
+                places[tokens] = place * self._size + tokens % self._size
+            self._places[table] = places
+        return self._places[table]
 
 
 class SimCopies:
@@ -261,14 +293,15 @@ class Instance:
         cards = tuple(rank.card for rank in self.ranks)
         self.porter.set_card(InstanceCard(instance=InstanceId(self.name), incarnation=self.incarnation, ranks=cards))
 
-    def offer(self, offer: Offer, transfer: int, lease_s: float) -> None:
+    def offer(self, offer_at: Callable[[Rank], Offer], transfer: int, lease_s: float) -> None:
         """Blocks are filled; door and ranks learn of it one after the other."""
-        clockwork, door = self.network.clockwork, self.door
+        clockwork, door, offer = self.network.clockwork, self.door, offer_at(Rank(0))
         end = clockwork.now + lease_s
         door.do(lambda: self.porter.open(offer.transfer_id, offer.request_id, offer.prompt_key, end))
         for rank in self.ranks:
-            rank.copier.fill(offer.block_ids, transfer)
-            hand_in = lambda rank=rank: rank.process.do(lambda: rank.core.sender.offer(offer, None))  # noqa: E731
+            offered = offer_at(rank.card.rank)
+            rank.copier.fill(offered.tables, transfer)
+            hand_in = lambda rank=rank, it=offered: rank.process.do(lambda: rank.core.sender.offer(it, None))  # noqa: E731
             clockwork.after(0.01 * clockwork.dice.random(), hand_in)
         self._unsettled.add(offer.request_id)
         if len(self._unsettled) == 1:
@@ -277,7 +310,7 @@ class Instance:
     def order(self, number: int, order: ReceiveOrder, began: Callable[[], None]) -> None:
         """One rank begins to fetch its part, once it runs."""
         rank = self.ranks[number]
-        rank.copier.writable.add(order.block_ids)
+        rank.copier.writable.add(order.tables)
 
         def begin() -> None:
             began()
@@ -317,7 +350,7 @@ class Instance:
         agent.register(receive.region)
         host, port = process.address
         card = RankCard(rank=number, host=host, port=port, state=self.state, max_chunk_bytes=config.chunk_bytes)
-        copier = SimCopier(self.state.share_of(number), self.state.tokens_per_block)
+        copier = SimCopier(self.state, number)
         room = Room(
             config=config,
             identity=Identity(InstanceId(self.name), self.incarnation, card, agent.card()),

@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 
-from kv_core.ids import RequestId, TransferId
+from kv_core.ids import Rank, RequestId, TransferId
 from kv_core.spans import Span
 from kv_testing.sim.clockwork import Clockwork, Process, Violation, Weather, check
-from kv_testing.sim.instances import NUM_TOKENS, Instance, state_of, table_of
+from kv_testing.sim.instances import NUM_TOKENS, Instance, state_of, tables_of
 from kv_testing.sim.network import Network
 from kv_transfer.config import TransferConfig
-from kv_transfer.orders import Offer, Received, ReceiveOrder, Settled
+from kv_transfer.orders import BlockTables, Offer, Received, ReceiveOrder, Settled
+from kv_transfer.plan.context import ContextCut
 from kv_transfer.protocol.messages import Release
 
 DEADLINE_S, LEASE_S = 4.0, 5.0
@@ -30,7 +31,9 @@ QUIET_S = 60.0
 TIMERS_S = 15.0
 """More than the longest pause of anything that ends by itself."""
 PROMPT = b"k" * 32
-SHAPES = [(1, (2,)), (2, (2,)), (3, (2,)), (1, (1, 1)), (2, (1, 1)), (4, (2,))]
+SHAPES = [(1, (2,), 1), (2, (2,), 1), (3, (2,), 1), (1, (2,), 2), (1, (1, 1), 1), (2, (1, 1), 1), (4, (2,), 1)]
+"""Tensor ranks, layers of each stage, context ranks."""
+WINDOWS: list[tuple[int, ...]] = [(), (), (), (0, 5), (4, 4), (5, 0)]
 USUAL_CONFIG = {
     "request_deadline_s": DEADLINE_S,
     "lease_s": LEASE_S,
@@ -63,8 +66,8 @@ class Request:
     def request_id(self) -> RequestId:
         return RequestId(f"r{self.number}")
 
-    def table(self, instance: Instance) -> tuple[int, ...]:
-        return table_of(self.number, instance.state.tokens_per_block)
+    def tables(self, instance: Instance, rank: int) -> BlockTables:
+        return tables_of(self.number, instance.state, Rank(rank))
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ class World:
             }
             | settings  # type: ignore[arg-type]
         )
+        self.windows = dice.choice(WINDOWS)
         self.prefills = [self._instance(f"p{number}", config) for number in range(dice.choice((1, 1, 2)))]
         self.decodes = [self._instance(f"d{number}", config) for number in range(dice.choice((1, 1, 2)))]
         self.requests: list[Request] = []
@@ -154,9 +158,10 @@ class World:
     def _offer(self, request: Request) -> None:
         if not request.prefill.is_whole:
             return
-        table = request.table(request.prefill)
-        offer = Offer(request.transfer_id, request.request_id, PROMPT, NUM_TOKENS, table)
-        request.prefill.offer(offer, request.number, LEASE_S)
+        offer_at = lambda rank: Offer(  # noqa: E731
+            request.transfer_id, request.request_id, PROMPT, request.tables(request.prefill, rank)
+        )
+        request.prefill.offer(offer_at, request.number, LEASE_S)
 
     def _order(self, request: Request) -> None:
         decode = request.decode
@@ -165,10 +170,10 @@ class World:
         request.run = decode.num_runs
         host, port = request.prefill.address
         wanted = request.prefill.incarnation if self.dice.random() < 0.7 else None
-        order = ReceiveOrder(
-            request.request_id, request.transfer_id, PROMPT, request.tokens, request.table(decode), host, port, wanted
-        )
+        name, transfer = request.request_id, request.transfer_id
         for number in range(len(decode.ranks)):
+            tables = request.tables(decode, number)
+            order = ReceiveOrder(name, transfer, PROMPT, request.tokens, tables, host, port, wanted)
             request.ordered[number] = float("inf")
             decode.order(number, order, partial(self._began, request, number))
 
@@ -212,10 +217,10 @@ class World:
         rank = instance.ranks[number]
         latest = max(request.ordered[number] + DEADLINE_S, rank.process.resumed_at) + SLACK_S
         check(self.clockwork.now <= latest, "an order outlives its deadline:", request.request_id, number)
-        table = request.table(instance)
+        tables = request.tables(instance, number)
         if received.ok:
-            rank.copier.check_loaded(table, request.tokens, request.number, why=f"{request.request_id} rank {number}")
-        rank.copier.writable.discard(table)
+            rank.copier.check_loaded(tables, request.tokens, request.number, why=f"{request.request_id} rank {number}")
+        rank.copier.writable.discard(tables)
         self.outcomes["ok" if received.ok else "failed"] += 1
         if len(request.outcomes) == len(instance.ranks):
             self._release(request)
@@ -235,7 +240,7 @@ class World:
         check(name not in self._sent, "a request is reported as sent twice:", name)
         self._sent.add(name)
         request = next(each for each in self.requests if each.request_id == request_id)
-        instance.ranks[number].copier.poison(request.table(instance))
+        instance.ranks[number].copier.poison(request.tables(instance, number))
 
     def _on_settled(self, instance: Instance, settled: Settled) -> None:
         instance.pass_on(settled)
@@ -298,8 +303,10 @@ class World:
         check(all(each.ok for each in outcomes), "the next request fails:", outcomes)
 
     def _instance(self, name: str, config: TransferConfig) -> Instance:
-        tp, stages = self.dice.choice(SHAPES[:3] if self.dice.random() < 0.8 else SHAPES)
-        made = Instance(self.network, name, state_of(tp, stages, self.dice.choice((2, 4, 12))), config)
+        tp, stages, cp = self.dice.choice(SHAPES[:4] if self.dice.random() < 0.8 else SHAPES)
+        cut: ContextCut = self.dice.choice(("contiguous", "round_robin"))
+        state = state_of(tp, stages, self.dice.choice((2, 4, 12)), cp, cut, self.windows)
+        made = Instance(self.network, name, state, config)
         made.on_received, made.on_sent, made.on_settled = self._on_received, self._on_sent, self._on_settled
         return made
 

@@ -16,7 +16,7 @@ from kv_transfer.agent.loopback import LoopbackHub
 from kv_transfer.instance import InstanceDoor
 from kv_transfer.leases import LeaseBook
 from kv_transfer.offers import OfferBook
-from kv_transfer.orders import Offer, Settled
+from kv_transfer.orders import BlockTables, Offer, Settled
 
 PAIR = (TransferId("a" * 32), b"k")
 
@@ -83,7 +83,7 @@ def test_a_pair_is_forgotten_after_a_while():
 
 
 def _offer(number, num_tokens=8):
-    return Offer(PAIR[0], RequestId(f"r{number}"), PAIR[1], num_tokens, (0, 1))
+    return Offer(PAIR[0], RequestId(f"r{number}"), PAIR[1], BlockTables(num_tokens, ((0, 1),)))
 
 
 @given(

@@ -27,6 +27,12 @@ def caller():
     context.destroy(linger=0)
 
 
+def _piece(start, stop):
+    """Layers and heads of the one rank of such a world, for some tokens."""
+    whole = {"start": 0, "stop": 4}
+    return {"layers": whole, "heads": whole, "tokens": {"start": start, "stop": stop}}
+
+
 class Caller:
     """A bare socket that says anything to a door."""
 
@@ -68,7 +74,7 @@ def test_random_and_mutated_messages_at_a_live_door(caller, door):
                 case 0:
                     caller.say(dice.randbytes(dice.randrange(200)))
                 case 1:
-                    caller.say(b"kf\x01\x00" + dice.randbytes(dice.randrange(200)))
+                    caller.say(b"kf\x02\x00" + dice.randbytes(dice.randrange(200)))
                 case 2:
                     caller.say(dice.choice(packets), b"surplus")
                 case 3:
@@ -203,6 +209,7 @@ class TestAnImpostor:
             "transfer_id": transfer,
             "prompt_key": b"k" * 32,
             "tokens": {"start": 0, "stop": 40},
+            "num_tokens": 41,
             "pieces": [{"layers": {"start": 0, "stop": 4}, "heads": {"start": 0, "stop": 4}}],
             "chunk_bytes": 1024,
             "checksum": True,
@@ -219,6 +226,11 @@ class TestAnImpostor:
                 "pieces are not ours",
             ),
             ({"pieces": [{"layers": {"start": 0, "stop": 4}, "heads": {"start": 0, "stop": 4}}] * 2}, "pieces overlap"),
+            (
+                {"tokens": {"start": 0, "stop": 8}, "pieces": [_piece(4, 12)]},
+                "pieces reach beyond the tokens asked for",
+            ),
+            ({"pieces": [_piece(0, 40), _piece(39, 40)]}, "pieces overlap"),
             ({"chunk_bytes": 4096}, "chunks are too large: ours=1024, theirs=4096"),
             ({"chunk_bytes": 64}, "a chunk cannot hold one unit"),
             ({"incarnation": "p-9"}, "another run of the instance"),

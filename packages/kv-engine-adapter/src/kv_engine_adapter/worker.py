@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from kv_core.ids import RequestId
 from kv_engine_adapter.metrics import Report
 from kv_engine_adapter.orders import LoadBlocks, StepOrders
-from kv_transfer.orders import Offer, Received, ReceiveOrder
+from kv_transfer.orders import BlockTables, Offer, Received, ReceiveOrder
 from kv_transfer.protocol.messages import RankCard
 from kv_transfer.transceiver import Transceiver
 
@@ -59,8 +59,7 @@ class FerryWorker:
                     transfer_id=offer.transfer_id,
                     request_id=offer.request_id,
                     prompt_key=offer.prompt_key,
-                    num_tokens=offer.num_tokens,
-                    block_ids=self._kernel_blocks(offer.block_ids),
+                    tables=BlockTables(offer.num_tokens, (self._kernel_blocks(offer.block_ids),)),
                 )
             )
         for end in orders.settled:
@@ -115,7 +114,7 @@ class FerryWorker:
                 transfer_id=load.transfer_id,
                 prompt_key=load.prompt_key,
                 tokens=load.tokens,
-                block_ids=self._kernel_blocks(load.block_ids),
+                tables=BlockTables(load.tokens.stop, (self._kernel_blocks(load.block_ids),)),
                 host=load.host,
                 port=load.port,
                 incarnation=load.incarnation,

@@ -82,7 +82,7 @@ class Arrivals:
         job = self._copier.scatter(
             session.name,
             chunk,
-            load.order.block_ids,
+            load.order.tables,
             session.peer.state,
             lease.slice.tensor,
             data.checksum,

@@ -1,22 +1,23 @@
 """The copies a session makes, as jobs for the mover.
 
-In:  a chunk, a block table of our own engine, staged bytes.
+In:  a chunk, the block tables of our own engine, staged bytes.
 Out: callables that the mover runs: one fills staging from blocks, one fills blocks from verified staging.
 Law: nothing is scattered that has not been verified, if there is a checksum; nothing at all once the load has failed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 from torch import Tensor
 
 from kv_core.errors import PeerError
-from kv_core.ids import BlockId, SessionId
+from kv_core.ids import BlockId, Rank, SessionId
 from kv_transfer.checksum import Summer
 from kv_transfer.faults import Faults
 from kv_transfer.formatter.select import formatter_for
+from kv_transfer.orders import BlockTables
 from kv_transfer.plan.cache_state import CacheState
-from kv_transfer.plan.plan import Chunk
+from kv_transfer.plan.plan import Chunk, Piece
 from kv_transfer.plan.ranges import BlockRange, block_range
 from kv_transfer.pools import PagedCaches
 
@@ -28,18 +29,20 @@ class CorruptBytes(PeerError):
 class Copier:
     """Makes jobs over one rank's caches. The jobs run in the mover's thread, one at a time."""
 
-    def __init__(self, caches: PagedCaches, faults: Faults) -> None:
+    def __init__(self, caches: PagedCaches, state: CacheState, rank: Rank, faults: Faults) -> None:
         self._caches = caches
+        self._state = state
+        self._context_rank = state.share_of(rank).context_rank
         self._faults = faults
         self._summer = Summer()
 
-    def gather(
-        self, chunk: Chunk, table: Sequence[int], ours: CacheState, staged: Tensor, *, checksum: bool
-    ) -> Callable[[], int | None]:
+    def gather(self, chunk: Chunk, tables: BlockTables, staged: Tensor, *, checksum: bool) -> Callable[[], int | None]:
         """A job that fills `staged`, uint8 [chunk.num_bytes], from our blocks, and answers its checksum if wanted."""
 
         def run() -> int | None:
-            formatter_for(ours).split(chunk, self._caches, self._blocks(chunk, table), staged)
+            formatter = formatter_for(self._state)
+            for part, blocks, dense in self._parts(chunk, tables, staged):
+                formatter.split(part, self._caches, blocks, dense)
             return self._summer.checksum(staged) if checksum else None
 
         return run
@@ -48,7 +51,7 @@ class Copier:
         self,
         session: SessionId,
         chunk: Chunk,
-        table: Sequence[int],
+        tables: BlockTables,
         theirs: CacheState,
         staged: Tensor,
         checksum: int | None,
@@ -62,9 +65,19 @@ class Copier:
             if checksum is not None and (found := self._summer.checksum(staged)) != checksum:
                 raise CorruptBytes(f"checksums of chunk {chunk.seq} differ: ours={found}, theirs={checksum}")
             self._faults.after_verify(session, chunk, staged)
-            formatter_for(theirs).concat(chunk, self._caches, self._blocks(chunk, table), staged)
+            formatter = formatter_for(theirs)
+            for part, blocks, dense in self._parts(chunk, tables, staged):
+                formatter.concat(part, self._caches, blocks, dense)
 
         return run
 
-    def _blocks(self, chunk: Chunk, table: Sequence[int]) -> BlockRange:
-        return block_range(cast("Sequence[BlockId]", table), chunk.tokens, self._caches.tokens_per_block)
+    def _parts(self, chunk: Chunk, tables: BlockTables, staged: Tensor) -> Iterator[tuple[Chunk, BlockRange, Tensor]]:
+        """The chunk cut where our layers change their block table: (part in our own tokens, its blocks, its bytes)."""
+        tokens = self._state.token_share(self._context_rank, tables.num_tokens).local(chunk.tokens)
+        layer_bytes = chunk.num_bytes // len(chunk.piece.layers)
+        first = chunk.piece.layers.start
+        for layers, group in self._caches.by_group(chunk.piece.layers):
+            dense = staged[(layers.start - first) * layer_bytes : (layers.stop - first) * layer_bytes]
+            part = Chunk(chunk.seq, Piece(layers, chunk.piece.heads), tokens, len(layers) * layer_bytes)
+            table = cast("Sequence[BlockId]", tables.by_group[group])
+            yield part, block_range(table, tokens, self._caches.tokens_per_block), dense

@@ -130,7 +130,15 @@ class Loads:
         # Why from the transfer: loads of one rank spread over replicas, and all ranks of an instance agree.
         spread = zlib.crc32(load.order.transfer_id.encode())
         try:
-            plans = receive_plans(state, rank, card.ranks[0].state, load.order.tokens, spread)
+            plans = receive_plans(
+                state,
+                rank,
+                card.ranks[0].state,
+                load.order.tokens,
+                spread,
+                group=load.order.group,
+                num_tokens=load.order.tables.num_tokens,
+            )
             for plan in plans:
                 peer = self._peers.meet(card.instance, card.incarnation, card.ranks[plan.sender])
                 self.receiver.open(load, peer, plan, self._left_s(load))

@@ -1,13 +1,27 @@
 """What an engine hands to a Transceiver, and what it polls for.
 
-Out: Offer, ReceiveOrder (engine to us); Received, Progress (us to engine); Settled (instance door to engine).
-Law: torch-free values. Block ids are of the engine's own pool; tables begin at ordinal 0 of the request.
+Out: Offer, ReceiveOrder (engine to us), with BlockTables; Received, Progress (us to engine); Settled (instance door to
+engine).
+Law: torch-free values. Block ids are of the engine's own pool.
 """
 
 from dataclasses import dataclass
 
 from kv_core.ids import Incarnation, RequestId, TransferId
 from kv_core.spans import Span
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTables:
+    """Where one rank keeps one sequence of `num_tokens`.
+
+    `by_group` has a table for each group of layers that share one (`PagedCaches.groups`). A table lists the rank's own
+    blocks, from the first of the sequence on: all of them, or with context parallelism those dealt to it
+    (`plan.context`). `plan.ranges.HOLE` stands for a block that a window has left behind.
+    """
+
+    num_tokens: int
+    by_group: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,26 +35,32 @@ class Offer:
     transfer_id: TransferId
     request_id: RequestId
     prompt_key: bytes
-    num_tokens: int
-    block_ids: tuple[int, ...]
+    tables: BlockTables
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that may be asked for: [0, num_tokens)."""
+        return self.tables.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiveOrder:
     """Tokens of a prompt to be fetched from the instance whose door is at (host, port), into our own blocks.
 
-    `block_ids` is the whole block table of the request; `incarnation`, if known, is the run of the instance that the
-    order is meant for.
+    `tables.num_tokens` is the length of the prompt, on which both sides' context ranks must agree. `incarnation`, if
+    known, is the run of the instance that the order is meant for; `group` the group of its ranks that has the prompt,
+    if it has several (attention data parallelism).
     """
 
     request_id: RequestId
     transfer_id: TransferId
     prompt_key: bytes
     tokens: Span
-    block_ids: tuple[int, ...]
+    tables: BlockTables
     host: str
     port: int
     incarnation: Incarnation | None = None
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,9 +108,7 @@ class Passages:
         assert held is not None, "law: only what is offered is gathered"
         session.moves.begun.add(chunk.seq)
         session.moves.reads.add(chunk.seq)
-        job = self._copier.gather(
-            chunk, held.offer.block_ids, self._room.identity.state, lease.slice.tensor, checksum=session.ask.checksum
-        )
+        job = self._copier.gather(chunk, held.offer.tables, lease.slice.tensor, checksum=session.ask.checksum)
         then = partial(self._gathered, session, Passage(chunk, grant.slice, lease), held.generation)
         self._room.copies.submit(job, held.filled, then)
 

@@ -9,8 +9,9 @@ plane is [B, 1, H, D] and D spans the whole tile of one (head, block).
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Final
 
 import torch
@@ -25,7 +26,10 @@ PLANE_AXES: Final = "CBTHD"
 
 @dataclass(frozen=True, slots=True)
 class PagedCaches:
-    """The planes of one rank, layer by layer and plane by plane within a layer; none on a stage without layers."""
+    """The planes of one rank, layer by layer and plane by plane within a layer; none on a stage without layers.
+
+    `groups` has the layer group of each layer, from 0: layers of one group share a block table. None at all: all do.
+    """
 
     first_layer: int
     planes: tuple[Tensor, ...]
@@ -33,6 +37,7 @@ class PagedCaches:
     tokens_per_block: int
     num_planes: int = 2
     tile: str = PLAIN
+    groups: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.planes) % self.num_planes:
@@ -40,15 +45,23 @@ class PagedCaches:
         for number, plane in enumerate(self.planes):
             _check_plane(plane, 1 if self.tile != PLAIN else self.tokens_per_block)
             _check_alike(plane, self.planes[0], self.planes[number % self.num_planes])
+        if self.groups and (len(self.groups) != len(self.layers) or set(self.groups) != set(range(self.num_groups))):
+            raise CallerError(f"not one group, from 0, for each layer: groups={self.groups}, layers={self.layers}")
 
     @classmethod
     def of_layers(
-        cls, share: Share, layers: Sequence[Sequence[Tensor]], tokens_per_block: int, tile: str = PLAIN
+        cls,
+        share: Share,
+        layers: Sequence[Sequence[Tensor]],
+        tokens_per_block: int,
+        tile: str = PLAIN,
+        groups: Sequence[int] = (),
     ) -> "PagedCaches":
         """The caches of the rank that holds `share`, from the planes of each of its layers (see `planes_of`)."""
         planes = tuple(plane for layer in layers for plane in layer)
         num_planes = len(layers[0]) if layers else 1
-        caches = cls(share.layers.start, planes, share.heads.start, tokens_per_block, num_planes, tile)
+        first_layer, first_head = share.layers.start, share.heads.start
+        caches = cls(first_layer, planes, first_head, tokens_per_block, num_planes, tile, tuple(groups))
         _check_agree("layers", caches.layers, share.layers)
         if planes:
             _check_agree("heads", caches.heads, share.heads)
@@ -63,6 +76,11 @@ class PagedCaches:
     def heads(self) -> Span:
         """Global KV heads held; empty if there is no layer."""
         return Span(self.first_head, self.first_head + (self.planes[0].shape[2] if self.planes else 0))
+
+    @property
+    def num_groups(self) -> int:
+        """Block tables that a request has here."""
+        return max(self.groups, default=0) + 1
 
     @property
     def num_blocks(self) -> int:
@@ -80,6 +98,15 @@ class PagedCaches:
             raise CallerError(f"layers are not held: wanted={layers}, held={self.layers}")
         start, stop = layers.start - self.first_layer, layers.stop - self.first_layer
         return self.planes[start * self.num_planes : stop * self.num_planes]
+
+    def by_group(self, layers: Span) -> Iterator[tuple[Span, int]]:
+        """Neighbouring layers of one group, and that group, for global layers that are held."""
+        if not self.groups:
+            yield layers, 0
+            return
+        for group, run in groupby(layers, key=lambda layer: self.groups[layer - self.first_layer]):
+            found = list(run)
+            yield Span(found[0], found[-1] + 1), group
 
     def check(self, state: CacheState, share: Share) -> None:
         """CallerError unless these are the caches that `state` describes for the rank with `share`."""

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from kv_core.errors import CallerError
 from kv_core.ids import SessionId
 from kv_transfer.arrivals import Arrivals
 from kv_transfer.copies import Copier
@@ -20,7 +21,18 @@ from kv_transfer.peer import Peer
 from kv_transfer.peers import Peers
 from kv_transfer.plan.plan import SessionPlan, chunks_of
 from kv_transfer.protocol.errors import UnexpectedMessage
-from kv_transfer.protocol.messages import Ask, Cancel, Close, Data, Quiet, Ready, Refuse, RefuseCode, clipped
+from kv_transfer.protocol.messages import (
+    MAX_PIECES,
+    Ask,
+    Cancel,
+    Close,
+    Data,
+    Quiet,
+    Ready,
+    Refuse,
+    RefuseCode,
+    clipped,
+)
 from kv_transfer.protocol.session import (
     RECEIVER,
     IllegalEvent,
@@ -64,7 +76,12 @@ class Receiver:
     # -- for loads ---------------------------------------------------------------------------------------------------
 
     def open(self, load: Load, peer: Peer, plan: SessionPlan, ttl_s: float) -> ReceiveSession:
-        """A session for this part of the load; raises ValueError if no chunk can hold a unit of the peer's cache."""
+        """A session for this part of the load.
+
+        ValueError if no chunk can hold a unit of the peer's cache, or the part has more pieces than can be said.
+        """
+        if len(plan.pieces) > MAX_PIECES:
+            raise CallerError(f"too many pieces for one session: got={len(plan.pieces)}, most={MAX_PIECES}")
         chunk_bytes = min(self._room.identity.card.max_chunk_bytes, peer.card.max_chunk_bytes)
         ask = Ask(
             session=self._room.new_session(),
@@ -72,6 +89,7 @@ class Receiver:
             transfer_id=load.order.transfer_id,
             prompt_key=load.order.prompt_key,
             tokens=plan.tokens,
+            num_tokens=load.order.tables.num_tokens,
             pieces=plan.pieces,
             chunk_bytes=chunk_bytes,
             checksum=self._room.config.checksum,

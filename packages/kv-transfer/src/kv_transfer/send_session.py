@@ -15,7 +15,7 @@ from kv_transfer.agent.cards import RemoteSlice
 from kv_transfer.offers import HeldOffer, Pair
 from kv_transfer.peer import Peer
 from kv_transfer.plan.cache_state import CacheState, Share
-from kv_transfer.plan.plan import Chunk, num_bytes_of, widened
+from kv_transfer.plan.plan import Chunk, Piece, num_bytes_of, widened
 from kv_transfer.protocol.messages import MAX_CHUNKS, Ask, Data, Grant, RefuseCode
 from kv_transfer.protocol.session import SendEvent, Sending
 from kv_transfer.staging import StagingLease
@@ -104,24 +104,45 @@ class SendSession:
 
 def misfit(ask: Ask, state: CacheState, share: Share, max_chunk_bytes: int, held: HeldOffer | None) -> str:
     """Why this rank can never serve this ask, or not from this offer; empty if it can."""
-    if held is not None and ask.tokens.stop > held.offer.num_tokens:
-        return f"tokens are not offered: wanted={ask.tokens}, offered=[0, {held.offer.num_tokens})"
     for piece in ask.pieces:
         if not (share.layers.covers(piece.layers) and share.heads.covers(piece.heads)):
             ours = f"layers {share.layers} heads {share.heads}"
             return f"pieces are not ours: ours={ours}, theirs=layers {piece.layers} heads {piece.heads}"
-    area = sum(_area(piece.layers, piece.heads) for piece in ask.pieces)
-    if area > _area(share.layers, share.heads):
-        return f"pieces overlap: their area={area}, ours={_area(share.layers, share.heads)}"
     if ask.chunk_bytes > max_chunk_bytes:
         return f"chunks are too large: ours={max_chunk_bytes}, theirs={ask.chunk_bytes}"
-    moved = widened(ask.tokens, state)
-    num_bytes = sum(num_bytes_of(piece.layers, piece.heads, moved, state) for piece in ask.pieces)
+    moved = [(piece, widened(_tokens(piece, ask), state)) for piece in ask.pieces]
+    num_bytes = sum(num_bytes_of(piece.layers, piece.heads, tokens, state) for piece, tokens in moved)
     # A chunk is at least half full, or the last of its row.
     if 2 * num_bytes // ask.chunk_bytes > MAX_CHUNKS:
         return f"too many chunks: bytes={num_bytes}, chunk={ask.chunk_bytes}, most={MAX_CHUNKS}"
+    # Why only now: what a peer says of the length of a prompt is not computed with before the offer bounds it.
+    return "" if held is None else _unoffered(ask, state, share, held.offer.num_tokens)
+
+
+def _unoffered(ask: Ask, state: CacheState, share: Share, offered: int) -> str:
+    """Why these tokens are not to be had from an offer of so many; empty if they are."""
+    if ask.tokens.stop > offered:
+        return f"tokens are not offered: wanted={ask.tokens}, offered=[0, {offered})"
+    if state.parallel.num_context_ranks > 1 and ask.num_tokens != offered:
+        return f"context ranks share a sequence of another length: ours={offered}, theirs={ask.num_tokens}"
+    ours = state.token_share(share.context_rank, offered)
+    for piece in ask.pieces:
+        if not ask.tokens.covers(_tokens(piece, ask)):
+            return f"pieces reach beyond the tokens asked for: asked={ask.tokens}, piece={piece.tokens}"
+        try:
+            ours.local(_tokens(piece, ask))
+        except ValueError as error:
+            return f"pieces are not ours: {error}"
+    volume = sum(_volume(piece.layers, piece.heads, len(_tokens(piece, ask))) for piece in ask.pieces)
+    held = _volume(share.layers, share.heads, sum(len(run & ask.tokens) for run in ours.runs))
+    if volume > held:
+        return f"pieces overlap: elements of a plane asked for={volume}, ours={held}"
     return ""
 
 
-def _area(layers: Span, heads: Span) -> int:
-    return len(layers) * len(heads)
+def _tokens(piece: Piece, ask: Ask) -> Span:
+    return ask.tokens if piece.tokens is None else piece.tokens
+
+
+def _volume(layers: Span, heads: Span, num_tokens: int) -> int:
+    return len(layers) * len(heads) * num_tokens

@@ -28,9 +28,8 @@ from kv_transfer.copies import Copier
 from kv_transfer.core import Core
 from kv_transfer.faults import Faults, NoFaults
 from kv_transfer.mover import Mover
-from kv_transfer.orders import LoadTimes, Offer, Progress, Received, ReceiveOrder
+from kv_transfer.orders import BlockTables, LoadTimes, Offer, Progress, Received, ReceiveOrder
 from kv_transfer.plan.cache_state import CacheState
-from kv_transfer.plan.compatibility import check_carried
 from kv_transfer.pools import PagedCaches
 from kv_transfer.protocol.messages import RankCard
 from kv_transfer.reactor import Reactor
@@ -68,7 +67,6 @@ class Transceiver:
         Raises ValueError if the caches are not those that `state` describes for this rank. Staging lies where the
         caches lie; chunks are at most as large as both arenas can hold. Once made, we close the agent with ourselves.
         """
-        check_carried(state)
         caches.check(state, state.share_of(rank))
         device = caches.planes[0].device if caches.planes else torch.device("cpu")
         send, receive = (Arena(_region(size, device)) for size in (config.send_arena_bytes, config.receive_arena_bytes))
@@ -93,13 +91,15 @@ class Transceiver:
             raise
         self._sent: deque[RequestId] = deque()
         self._received: deque[Received] = deque()
-        self._core = Core(room, send, receive, Copier(caches, faults), self._sent.append, self._received.append)
+        copier = Copier(caches, state, rank, faults)
+        self._core = Core(room, send, receive, copier, self._sent.append, self._received.append)
         self._resident = Resident(self._core, self._reactor, self._mover, agent, (send, receive))
         # What the engine has handed in and was not told the end of.
         self._offered: dict[RequestId, TransferId] = {}
         self._settled: set[RequestId] = set()
         self._ordered: set[RequestId] = set()
-        self._tokens_per_block = state.tokens_per_block
+        self._state = state
+        self._num_groups = caches.num_groups
         self._reactor.start(self._resident)
 
     @property
@@ -114,7 +114,7 @@ class Transceiver:
         """
         if offer.request_id in self._offered:
             raise CallerError(f"the request is offered already: request={offer.request_id}")
-        self._check_table(offer.request_id, offer.num_tokens, offer.block_ids)
+        self._check_tables(offer.request_id, offer.tables)
         self._offered[offer.request_id] = offer.transfer_id
         filled = self._mover.mark()
         self._reactor.post(lambda: self._core.sender.offer(offer, filled))
@@ -134,7 +134,12 @@ class Transceiver:
         """
         if order.request_id in self._ordered:
             raise CallerError(f"the request has an order already: request={order.request_id}")
-        self._check_table(order.request_id, order.tokens.stop, order.block_ids)
+        if order.tokens.stop > order.tables.num_tokens:
+            wanted, length = order.tokens, order.tables.num_tokens
+            raise CallerError(
+                f"tokens beyond the prompt: request={order.request_id}, wanted={wanted}, num_tokens={length}"
+            )
+        self._check_tables(order.request_id, order.tables)
         self._ordered.add(order.request_id)
         free = self._mover.mark()
         self._reactor.post(lambda: self._core.loads.order(order, free))
@@ -173,10 +178,17 @@ class Transceiver:
         if not self._reactor.join(end - time.monotonic()):
             logger.error("the reactor of rank %s did not end within %s s", self._card.rank, timeout_s)
 
-    def _check_table(self, request_id: RequestId, num_tokens: int, block_ids: tuple[int, ...]) -> None:
-        held = len(block_ids) * self._tokens_per_block
-        if num_tokens > held:
-            raise CallerError(f"too few blocks: request={request_id}, tokens={num_tokens}, held={held}")
+    def _check_tables(self, request_id: RequestId, tables: BlockTables) -> None:
+        """CallerError unless there is a table for each layer group, with all blocks of ours."""
+        if len(tables.by_group) != self._num_groups:
+            tables_and_groups = f"tables={len(tables.by_group)}, layer groups={self._num_groups}"
+            raise CallerError(f"not one block table a layer group: request={request_id}, {tables_and_groups}")
+        context_rank = self._state.share_of(self._card.rank).context_rank
+        wanted = len(self._state.token_share(context_rank, tables.num_tokens).blocks)
+        for table in tables.by_group:
+            if len(table) < wanted:
+                blocks = f"tokens={tables.num_tokens}, blocks wanted={wanted}, held={len(table)}"
+                raise CallerError(f"too few blocks: request={request_id}, {blocks}")
 
     def _forget(self, sent: list[RequestId], received: list[Received]) -> None:
         for request_id in sent:

@@ -11,7 +11,6 @@ from typing import Final
 
 import msgspec
 
-from kv_core.errors import CallerError
 from kv_transfer.plan.cache_state import CacheState
 
 MUST_MATCH: Final = (
@@ -44,18 +43,3 @@ def reasons(ours: CacheState, theirs: CacheState) -> tuple[Reason, ...]:
     if not (ours.layout.is_plain and theirs.layout.is_plain):
         pairs.append(("tokens_per_block", ours.tokens_per_block, theirs.tokens_per_block))
     return tuple(Reason(field, str(mine), str(other)) for field, mine, other in pairs if mine != other)
-
-
-def check_carried(state: CacheState) -> None:
-    """CallerError unless sessions can carry this cache; it names what they cannot, which the plan alone can.
-
-    An order and an offer have one block table, so every rank must hold every token, and every layer the same ones.
-    """
-    one = {
-        "context ranks": state.parallel.num_context_ranks,
-        "attention groups": state.parallel.num_groups,
-        "windows": len(set(state.windows)) or 1,
-    }
-    found = [f"{what}: got={count}, carried=1" for what, count in one.items() if count > 1]
-    if found:
-        raise CallerError("sessions cannot carry this cache: " + "; ".join(found))

@@ -29,14 +29,14 @@ class TokenShare:
     num_tokens: int
 
     @property
-    def blocks(self) -> tuple[int, ...]:
+    def blocks(self) -> range:
         """Global ordinals of the rank's blocks, ascending; its own ordinal of each is the position here."""
         num_blocks = ceil_div(self.num_tokens, self.tokens_per_block)
         if self.cut == "round_robin":
-            return tuple(range(self.rank, num_blocks, self.num_ranks))
+            return range(self.rank, num_blocks, self.num_ranks)
         each, rest = divmod(num_blocks, self.num_ranks)
         first = each * self.rank + min(self.rank, rest)
-        return tuple(range(first, first + each + (self.rank < rest)))
+        return range(first, first + each + (self.rank < rest))
 
     @property
     def runs(self) -> tuple[Span, ...]:
@@ -44,17 +44,20 @@ class TokenShare:
         blocks = self.blocks
         if not blocks:
             return ()
-        if self.cut == "contiguous" or self.num_ranks == 1:
-            return (self._tokens(blocks[0], blocks[-1] + 1),)
+        if blocks.step == 1:
+            return (self._tokens(blocks.start, blocks.stop),)
         return tuple(self._tokens(block, block + 1) for block in blocks)
 
     def local(self, tokens: Span) -> Span:
-        """Where a span of global tokens lies among the rank's own; CallerError unless one run holds all of it."""
-        run = next((run for run in self.runs if run.covers(tokens)), None)
-        if run is None:
+        """Where a span of global tokens lies among the rank's own.
+
+        CallerError unless the rank holds all its blocks, as neighbours. Of the sequence's last block all tokens count.
+        """
+        blocks, wanted = self.blocks, tokens.blocks(self.tokens_per_block)
+        is_held = wanted and wanted.start in blocks and wanted.stop - 1 in blocks
+        if not is_held or (blocks.step > 1 and len(wanted) > 1):
             raise CallerError(f"no run of this rank holds these tokens: wanted={tokens}, context rank={self.rank}")
-        first = run.start // self.tokens_per_block
-        shift = run.start - self.blocks.index(first) * self.tokens_per_block
+        shift = (wanted.start - blocks.index(wanted.start)) * self.tokens_per_block
         return Span(tokens.start - shift, tokens.stop - shift)
 
     def _tokens(self, start: int, stop: int) -> Span:

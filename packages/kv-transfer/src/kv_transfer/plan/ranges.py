@@ -3,15 +3,20 @@
 In:  the request's block table (block ids by ordinal, from 0) and the half-open span of tokens wanted.
 Out: a BlockRange: the ordinals and the ids of the blocks that hold at least one of these tokens.
 Law: nothing is inferred from the table's length; a span the table does not hold is an error, the empty span is an empty
-range. Transfer spec 5.11; defects B2, B9.
+range. A table may have holes, where a window has moved on: they are never part of a range. Transfer spec 5.11;
+defects B2, B9.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from kv_core.errors import CallerError
 from kv_core.ids import BlockId
 from kv_core.spans import Span
+
+HOLE: Final = BlockId(-1)
+"""In a block table: the request has no block here (any more)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +41,14 @@ class BlockRange:
 
 
 def block_range(table: Sequence[BlockId], tokens: Span, tokens_per_block: int) -> BlockRange:
-    """The blocks of `table` that hold `tokens`; CallerError if the table is too short."""
+    """The blocks of `table` that hold `tokens`; CallerError if the table is too short, or has a hole there."""
     ordinals = tokens.blocks(tokens_per_block)
     if tokens.start < 0 or ordinals.stop > len(table):
         raise CallerError(
             f"the block table does not hold these tokens: wanted={tokens}, held={len(table) * tokens_per_block}"
         )
-    return BlockRange(ordinals, tuple(table[ordinals.start : ordinals.stop]))
+    ids = tuple(table[ordinals.start : ordinals.stop])
+    if HOLE in ids:
+        hole = ordinals.start + ids.index(HOLE)
+        raise CallerError(f"the block table has a hole among these tokens: wanted={tokens}, hole at block={hole}")
+    return BlockRange(ordinals, ids)

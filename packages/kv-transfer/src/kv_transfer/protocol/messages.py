@@ -38,6 +38,7 @@ PromptKey = Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)]
 ChunkBytes = Annotated[int, msgspec.Meta(ge=64, lt=1 << 40)]
 ChunkSeq = Annotated[int, msgspec.Meta(ge=0, lt=MAX_CHUNKS)]
 NumChunks = Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNKS)]
+NumTokens = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
 NumBytes = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=86_400_000)]
 Detail = Annotated[str, msgspec.Meta(max_length=MAX_DETAIL_CHARS)]
@@ -153,7 +154,8 @@ class HelloRefused(Payload, frozen=True, tag="hello-refused"):
 class Ask(Payload, frozen=True, tag="ask"):
     """Receiver to sender: open a session for these pieces of these tokens. Repeated while unanswered.
 
-    `incarnation` is the addressee's. `checksum` asks for one in each Data.
+    `incarnation` is the addressee's. `num_tokens` is the length of the sequence that context ranks share. `checksum`
+    asks for one in each Data.
     """
 
     session: SessionName
@@ -161,14 +163,15 @@ class Ask(Payload, frozen=True, tag="ask"):
     transfer_id: TransferName
     prompt_key: PromptKey
     tokens: Span
+    num_tokens: NumTokens
     pieces: Annotated[tuple[Piece, ...], msgspec.Meta(min_length=1, max_length=MAX_PIECES)]
     chunk_bytes: ChunkBytes
     checksum: bool
     ttl_ms: Milliseconds
 
     def __post_init__(self) -> None:
-        if not self.tokens or self.tokens.start < 0 or self.tokens.stop > MAX_TOKENS:
-            raise ValueError(f"tokens are empty or out of bounds: got={self.tokens}, allowed=[0, {MAX_TOKENS})")
+        if not self.tokens or self.tokens.start < 0 or self.tokens.stop > self.num_tokens:
+            raise ValueError(f"tokens are empty or out of bounds: got={self.tokens}, allowed=[0, {self.num_tokens})")
 
 
 class Ready(Payload, frozen=True, tag="ready"):

@@ -1,0 +1,97 @@
+"""The shape of an engine, as a person writes it in one word.
+
+In:  such a word, and the facts of a model.
+Out: the CacheState of that engine.
+Law: sizes come first, in any order and each at most once; everything else has a name. What is not said is 1, or usual.
+
+    tp4pp2
+    tp8cp2,cut=round_robin        cp: context ranks, which deal the blocks of a sequence
+    tp4dp2                        dp: groups of attention data parallelism
+    tp2,stages=20+12              layers of each pipeline stage, when they are not even
+    tp1,block=64,order=token_major,dtype=float16
+"""
+
+import re
+from typing import Any, Final, get_args
+
+import msgspec
+
+from kv_core.errors import CallerError
+from kv_engine_adapter.cli.model_facts import ModelFacts
+from kv_transfer.plan.cache_state import BlockOrder, CacheState, ParallelLayout
+
+_SIZES: Final = ("tp", "pp", "cp", "dp")
+_NAMES: Final = ("stages", "block", "order", "dtype", "cut", "numbering", "model")
+
+
+def cache_state(word: str, model: ModelFacts) -> CacheState:
+    """The state that an engine of this shape would tell; CallerError names what cannot be read or cannot be."""
+    first, *named = word.split(",")
+    sizes, options = _sizes(first), _options(named)
+    stages = _stages(options.get("stages"), sizes["pp"], model.num_layers)
+    cut = {"context_cut": options["cut"]} if "cut" in options else {}
+    numbering = {"numbering": options["numbering"]} if "numbering" in options else {}
+    parallel = ParallelLayout.even(
+        sizes["tp"],
+        stages,
+        model.num_kv_heads,
+        cp=sizes["cp"],
+        groups=sizes["dp"],
+        **cut,  # type: ignore[arg-type]
+        **numbering,  # type: ignore[arg-type]
+    )
+    state = {
+        "fingerprint": options.get("model", model.name),
+        "attention": model.attention,
+        "dtype": options.get("dtype", model.dtype),
+        "head_size": model.head_size,
+        "num_planes": model.num_planes,
+        "num_layers": model.num_layers,
+        "num_kv_heads": model.num_kv_heads,
+        "tokens_per_block": _count("block", options.get("block", "16")),
+        "layout": {"order": options.get("order", get_args(BlockOrder)[0])},
+        "parallel": msgspec.to_builtins(parallel),
+        "windows": model.windows,
+    }
+    return _checked(word, state)
+
+
+def _checked(word: str, fields: dict[str, Any]) -> CacheState:
+    try:
+        return msgspec.convert(fields, CacheState)
+    except msgspec.ValidationError as error:
+        raise CallerError(f"no such engine: got={word!r}: {error}") from error
+
+
+def _sizes(word: str) -> dict[str, int]:
+    found = re.findall(r"([a-z]+)(\d+)", word)
+    names = [name for name, _ in found]
+    if "".join(name + number for name, number in found) != word or not set(names) <= set(_SIZES) or not names:
+        raise CallerError(
+            f"not the sizes of an engine: got={word!r}, wanted=for example tp4pp2, of {', '.join(_SIZES)}"
+        )
+    if len(set(names)) != len(names):
+        raise CallerError(f"a size is given twice: got={word!r}")
+    return dict.fromkeys(_SIZES, 1) | {name: _count(name, number) for name, number in found}
+
+
+def _options(words: list[str]) -> dict[str, str]:
+    options = dict(word.split("=", 1) for word in words if "=" in word)
+    if len(options) != len(words) or not set(options) <= set(_NAMES):
+        raise CallerError(f"not options of an engine: got={words}, wanted=name=value, of {', '.join(_NAMES)}")
+    return options
+
+
+def _stages(text: str | None, pp: int, num_layers: int) -> list[int]:
+    if text is None:
+        return [num_layers // pp + (stage < num_layers % pp) for stage in range(pp)]
+    stages = [int(word) if word.isdecimal() else -1 for word in text.split("+")]
+    if min(stages) < 0 or sum(stages) != num_layers or pp not in (1, len(stages)):
+        raise CallerError(f"stages do not hold the layers: got={text!r}, pp={pp}, layers={num_layers}")
+    return stages
+
+
+def _count(name: str, text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise CallerError(f"{name} is not a positive number: got={text!r}")
+    return int(text)

@@ -1,0 +1,145 @@
+"""`kvferry explain`: the plan of a pair as a page, and what it says of words it cannot use."""
+
+import json
+import re
+
+import pytest
+
+from kv_engine_adapter.cli.explain import main
+from kv_engine_adapter.cli.model_facts import model_facts
+from kv_engine_adapter.cli.shapes import cache_state
+
+MODEL = "layers=32,heads=8,size=128"
+TOKEN_BYTES = 32 * 8 * 2 * 128 * 2
+
+
+def explain(capsys, sender, receiver, *more, model=MODEL):
+    status = main(["--from", sender, "--to", receiver, "--model", str(model), *more])
+    found = capsys.readouterr()
+    return status, found.out + found.err
+
+
+def test_tp4pp2_to_tp3(capsys):
+    status, page = explain(capsys, "tp4pp2", "tp3")
+    assert status == 0
+    rows = re.findall(r"^ *P(\d) +D(\d)  (\[\S+ \d+\)) +(\[\S+ \d\))", page, re.MULTILINE)
+    assert rows[:4] == [
+        ("0", "0", "[0, 16)", "[0, 2)"),
+        ("4", "0", "[16, 32)", "[0, 2)"),
+        ("1", "1", "[0, 16)", "[2, 4)"),
+        ("2", "1", "[0, 16)", "[4, 5)"),
+    ]
+    assert len(rows) == 10
+    assert " [16, 32) | P4>D0  | P5>D1  | P6>D1  | P6>D2  | P7>D2  |" in page
+    assert f"1,024 tokens: {1024 * TOKEN_BYTES:,} bytes in 10 sessions" in page
+
+
+@pytest.mark.parametrize(
+    ("sender", "receiver", "copies"),
+    [
+        ("tp2cp2,cut=round_robin", "tp1pp2,block=64", 1),
+        ("tp4dp2", "tp2", 1),
+        ("tp2", "tp4dp2", 1),
+        ("tp8", "tp16", 2),
+        ("tp2,order=token_major", "tp2,stages=20+12", 1),
+    ],
+)
+def test_the_bytes_are_those_of_the_tokens(capsys, sender, receiver, copies):
+    status, page = explain(capsys, sender, receiver, "--tokens", "1000", "--held", "100")
+    assert status == 0
+    assert f"900 tokens: {900 * TOKEN_BYTES * copies:,} bytes" in page
+    shown = re.findall(r"^ *P\d+ +D\d+ .* ([\d,]+)$", page, re.MULTILINE)
+    assert sum(int(number.replace(",", "")) for number in shown) == 900 * TOKEN_BYTES * copies
+
+
+def test_a_refused_pair_tells_every_reason_with_both_values(capsys):
+    status, page = explain(capsys, "tp2,dtype=float16", "tp2,model=other")
+    assert status == 1
+    assert "fingerprint differs: ours=other, theirs=the model" in page
+    assert "dtype differs: ours=bfloat16, theirs=float16" in page
+
+
+def test_a_long_table_is_cut_and_counted(capsys):
+    _, page = explain(capsys, "tp8pp8", "tp8pp4,stages=1+1+1+29")
+    assert re.search(r"\.\.\. and \d+ more lines", page)
+
+
+@pytest.mark.parametrize(
+    ("sender", "model", "why"),
+    [
+        ("four", MODEL, "not the sizes of an engine: got='four'"),
+        ("tp2tp2", MODEL, "a size is given twice: got='tp2tp2'"),
+        ("tp0", MODEL, "tp is not a positive number: got='0'"),
+        ("tp2,colour=red", MODEL, "not options of an engine: got=['colour=red']"),
+        ("tp2,stages=20+11", MODEL, "stages do not hold the layers: got='20+11', pp=1, layers=32"),
+        ("tp3dp2", MODEL, "groups do not divide the tensor ranks: groups=2, tensor ranks=3"),
+        ("tp1,dtype=float12", MODEL, "unknown dtype: got='float12'"),
+        ("tp1,cut=slanted", MODEL, "slanted"),
+        ("tp1", "layers=32,heads=8", "missing=['size']"),
+        ("tp1", "layers=32,heads=8,size=128,depth=3", "unknown=['depth']"),
+        ("tp1", "nowhere", "no such model: got='nowhere'"),
+    ],
+)
+def test_words_that_cannot_be_used(capsys, sender, model, why):
+    status, page = explain(capsys, sender, "tp1", model=model)
+    assert status == 2
+    assert why in page
+
+
+CONFIGS = {
+    "grouped": (
+        {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64},
+        ("full", 2, 2, 8, 2, "bfloat16", ()),
+    ),
+    "windowed": (
+        {
+            "text_config": {
+                "num_hidden_layers": 3,
+                "num_attention_heads": 4,
+                "head_dim": 16,
+                "sliding_window": 512,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                "dtype": "float16",
+            }
+        },
+        ("full", 3, 4, 16, 2, "float16", (512, 0, 512)),
+    ),
+    "switched off": (
+        {
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "head_dim": 4,
+            "sliding_window": 9,
+            "use_sliding_window": False,
+        },
+        ("full", 1, 2, 4, 2, "bfloat16", ()),
+    ),
+    "latent": (
+        {"num_hidden_layers": 2, "num_attention_heads": 16, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
+        ("latent", 2, 1, 576, 1, "bfloat16", ()),
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "facts"), CONFIGS.values(), ids=CONFIGS)
+def test_facts_of_a_published_configuration(tmp_path, config, facts):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = model_facts(str(tmp_path))
+    told = (found.attention, found.num_layers, found.num_kv_heads, found.head_size, found.num_planes, found.dtype)
+    assert (*told, found.windows) == facts
+    assert cache_state("tp1", found).windows == found.windows
+
+
+def test_windows_take_only_what_is_still_seen(capsys):
+    model = "layers=2,heads=1,size=4,dtype=float32,window=101"
+    _, page = explain(capsys, "tp1", "tp1", "--tokens", "1000", model=model)
+    assert "[900, 1000)" in page
+
+
+def test_a_configuration_that_lacks_something_is_named(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    status, page = explain(capsys, "tp1", "tp1", model=tmp_path)
+    assert status == 2
+    assert "field=num_hidden_layers, got=None" in page
+    (tmp_path / "config.json").write_text("{")
+    assert "not a model's configuration" in explain(capsys, "tp1", "tp1", model=tmp_path)[1]
