@@ -124,6 +124,23 @@ def test_a_request_that_ends_while_loading_is_aborted_and_released_when_the_work
     assert scheduler.gauges()["loads"] == 0
 
 
+def test_an_offer_is_held_from_the_announcement_of_its_request_on(scheduler, door):
+    """Its turn may come after the lease: until then, and until its release, the offer is kept from ending."""
+    request = decode()
+    scheduler.announced(request)
+    assert door.holds == [("10.0.0.2", 7000, "ab" * 16, request.prompt_key(), consumer("d1"))]
+    assert scheduler.num_external_tokens(request, 0)
+    assert (len(door.holds), door.releases) == (1, [])
+    scheduler.finished(request, (), complete=False)
+    assert door.releases == door.holds
+
+
+def test_what_asks_for_no_offer_holds_none(scheduler, door):
+    scheduler.announced(prefill())
+    scheduler.announced(decode(params=OFFER | {"remote_port": -1}))
+    assert door.holds == []
+
+
 def test_a_rejected_request_releases_the_offer_whatever_its_prompt(scheduler, door):
     rejected = FakeRequest(RequestId("x"), [0], OFFER, is_rejected=True)
     assert scheduler.finished(rejected, [], complete=False) == (False, None)

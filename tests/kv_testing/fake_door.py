@@ -15,6 +15,7 @@ class FakeDoor:
     address: tuple[str, int] = ("10.0.0.1", 5600)
     offers: list[tuple[TransferId, RequestId, bytes]] = field(default_factory=list)
     releases: list[tuple[str, int, TransferId, bytes | None, str]] = field(default_factory=list)
+    holds: list[tuple[str, int, TransferId, bytes | None, str]] = field(default_factory=list)
     settled: list[Settled] = field(default_factory=list)
     closed: int = 0
 
@@ -26,6 +27,17 @@ class FakeDoor:
     def poll_settled(self) -> Sequence[Settled]:
         settled, self.settled = self.settled, []
         return settled
+
+    def hold(
+        self,
+        host: str,
+        port: int,
+        transfer_id: TransferId,
+        prompt_key: bytes | None,
+        consumer: str,
+        incarnation: Incarnation | None = None,
+    ) -> None:
+        self.holds.append((host, port, transfer_id, prompt_key, consumer))
 
     def release(
         self,

@@ -51,6 +51,7 @@ SAMPLES: tuple[m.Message, ...] = (
     m.InstanceHello(incarnation=None),
     m.InstanceCard(instance=InstanceId("p"), incarnation=RUN, ranks=(CARD,)),
     m.InstanceRefused(incarnation=RUN, code="not_ready", detail="later"),
+    m.Renew(transfer_id=TRANSFER, prompt_key=b"\x01" * 32, consumer="d-1/req", incarnation=RUN),
     m.Release(transfer_id=TRANSFER, prompt_key=b"\x01" * 32, consumer="d-1/req", incarnation=RUN),
     m.ReleaseReply(transfer_id=TRANSFER, prompt_key=b"\x01" * 32, consumer="d-1/req", known=True),
 )
@@ -102,6 +103,7 @@ ANY_MESSAGE: st.SearchStrategy[m.Message] = st.one_of(
     ),
     st.builds(m.Cancel, session=_ids, reason=_details),
     st.builds(m.Quiet, session=_ids),
+    st.builds(m.Renew, transfer_id=_ids, prompt_key=st.none() | _keys, consumer=_names, incarnation=st.none() | _names),
     st.builds(
         m.Release, transfer_id=_ids, prompt_key=st.none() | _keys, consumer=_names, incarnation=st.none() | _names
     ),

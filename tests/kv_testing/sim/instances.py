@@ -296,8 +296,8 @@ class Instance:
     def offer(self, offer_at: Callable[[Rank], Offer], transfer: int, lease_s: float) -> None:
         """Blocks are filled; door and ranks learn of it one after the other."""
         clockwork, door, offer = self.network.clockwork, self.door, offer_at(Rank(0))
-        end = clockwork.now + lease_s
-        door.do(lambda: self.porter.open(offer.transfer_id, offer.request_id, offer.prompt_key, end))
+        end, limit = clockwork.now + lease_s, clockwork.now + 3 * lease_s
+        door.do(lambda: self.porter.open(offer.transfer_id, offer.request_id, offer.prompt_key, end, limit))
         for rank in self.ranks:
             offered = offer_at(rank.card.rank)
             rank.copier.fill(offered.tables, transfer)

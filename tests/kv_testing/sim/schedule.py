@@ -21,7 +21,7 @@ from kv_testing.sim.network import Network
 from kv_transfer.config import TransferConfig
 from kv_transfer.orders import BlockTables, Offer, Received, ReceiveOrder, Settled
 from kv_transfer.plan.context import ContextCut
-from kv_transfer.protocol.messages import Release
+from kv_transfer.protocol.messages import Release, Renew
 
 DEADLINE_S, LEASE_S = 4.0, 5.0
 SLACK_S = 3.0
@@ -65,6 +65,10 @@ class Request:
     @property
     def request_id(self) -> RequestId:
         return RequestId(f"r{self.number}")
+
+    @property
+    def consumer(self) -> str:
+        return f"{self.decode.incarnation}/{self.request_id}"
 
     def tables(self, instance: Instance, rank: int) -> BlockTables:
         return tables_of(self.number, instance.state, Rank(rank))
@@ -171,6 +175,9 @@ class World:
         host, port = request.prefill.address
         wanted = request.prefill.incarnation if self.dice.random() < 0.7 else None
         name, transfer = request.request_id, request.transfer_id
+        if self.dice.random() < 0.5:
+            hold = Renew(transfer_id=transfer, prompt_key=PROMPT, consumer=request.consumer, incarnation=None)
+            decode.door.do(partial(decode.porter.releaser.hold, (host, port), hold))
         for number in range(len(decode.ranks)):
             tables = request.tables(decode, number)
             order = ReceiveOrder(name, transfer, PROMPT, request.tokens, tables, host, port, wanted)
@@ -230,7 +237,7 @@ class World:
         message = Release(
             transfer_id=request.transfer_id,
             prompt_key=PROMPT,
-            consumer=f"{decode.incarnation}/{request.request_id}",
+            consumer=request.consumer,
             incarnation=None,
         )
         decode.door.do(lambda: decode.porter.releaser.release(prefill.address, message))

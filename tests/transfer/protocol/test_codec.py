@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_core.errors import CallerError, CapacityError
-from kv_testing.messages import ANY_MESSAGE, SAMPLES, mutated
+from kv_testing.messages import ANY_MESSAGE, SAMPLES, SESSION, mutated
 from kv_transfer.protocol import codec
 from kv_transfer.protocol import messages as m
 from kv_transfer.protocol.errors import ForeignVersion, MalformedMessage, ProtocolError
@@ -79,7 +79,7 @@ UNSPEAKABLE = [
     m.InstanceHello(incarnation="\ud800"),
     m.Pong(incarnation="", rank=None),
     m.Ready(session="not hex", num_chunks=1, num_bytes=1),
-    m.Data(session=SAMPLES[-6].session, seq=-1, num_bytes=1 << 62, checksum=None),
+    m.Data(session=SESSION, seq=-1, num_bytes=1 << 62, checksum=None),
 ]
 
 

@@ -22,6 +22,7 @@ PAIR = (TransferId("a" * 32), b"k")
 
 ACTIONS = st.one_of(
     st.tuples(st.just("open"), st.integers(0, 5), st.integers(1, 9)),
+    st.tuples(st.just("renew"), st.integers(0, 3), st.integers(1, 30)),
     st.tuples(st.just("release"), st.integers(0, 3), st.just(0)),
     st.tuples(st.just("withdraw"), st.integers(0, 5), st.just(0)),
     st.tuples(st.just("wait"), st.integers(1, 4), st.just(0)),
@@ -32,10 +33,17 @@ ACTIONS = st.one_of(
 def test_a_lease_book_settles_each_offer_once(actions):
     """The naive model: a list of open offers, oldest first, and the names of consumers that settled one."""
     book, now, offers, consumers = LeaseBook(remember_s=3), 0.0, list[tuple[str, float]](), set[str]()
+    limits = dict[str, float]()
     for kind, number, more in actions:
         if kind == "open" and all(request_id != f"r{number}" for request_id, _ in offers):
-            book.open(PAIR, RequestId(f"r{number}"), now + more)
+            book.open(PAIR, RequestId(f"r{number}"), now + more, now + 20)
             offers.append((f"r{number}", now + more))
+            limits[f"r{number}"] = now + 20
+        elif kind == "renew":
+            waits = f"c{number}" not in consumers
+            assert book.renew(*PAIR, f"c{number}", now + more) == (waits and bool(offers))
+            if waits:
+                offers = [(name, max(end, min(now + more, limits[name]))) for name, end in offers]
         elif kind == "release":
             known, settled = book.release(*PAIR, f"c{number}", now)
             assert not offers or known
@@ -57,6 +65,19 @@ def test_a_lease_book_settles_each_offer_once(actions):
                 consumers.clear()
         assert len(book) == len(offers)
         book.check()
+
+
+def test_a_renewal_reaches_no_further_than_the_limit():
+    book = LeaseBook(remember_s=10)
+    book.open(PAIR, RequestId("r"), 5, 8)
+    book.open((PAIR[0], b"another prompt"), RequestId("other"), 5)
+    assert book.renew(*PAIR, "c", 30)
+    assert not book.renew(PAIR[0], b"a third prompt", "c", 30)
+    assert book.renew(PAIR[0], None, "c", 30), "all pairs of the transfer"
+    assert [each.request_id for each in book.expire(5)] == ["other"], "opened without a limit: no renewal holds it"
+    assert book.expire(7.9) == []
+    assert [each.request_id for each in book.expire(8)] == ["r"]
+    assert not book.renew(*PAIR, "c", 30), "an ended lease is never renewed"
 
 
 def test_a_release_without_a_prompt_key_means_the_only_pair():
@@ -262,3 +283,65 @@ def test_cards_must_be_whole_and_agree():
         other = msgspec.structs.replace(cards[1].state, fingerprint="other")
         with pytest.raises(CallerError, match="disagree on its cache"):
             p.door.set_cards([cards[0], msgspec.structs.replace(cards[1], state=other)])
+
+
+def test_a_held_offer_outlives_its_lease_and_ends_with_its_release():
+    """The consumer's queue is longer than a lease: it renews as long as it waits."""
+    p, d = _door("p", replace(FAST, lease_s=0.4)), _door("d", replace(FAST, renew_s=0.1))
+    try:
+        held, other = fresh_id(), fresh_id()
+        p.open_offer(held, "held", PROMPT)
+        p.open_offer(other, "other", PROMPT)
+        d.hold(*p.address, held, PROMPT, "c", "p-1")
+        assert _settled(p) == [Settled(other, RequestId("other"), "expired")]
+        time.sleep(1.0)
+        assert p.poll_settled() == []
+        assert d.status().gauges["holds"] == 1
+        d.release(*p.address, held, PROMPT, "c", "p-1")
+        assert _settled(p) == [Settled(held, RequestId("held"), "released")]
+        wait_for(lambda: d.status().is_idle, what="the answer")
+    finally:
+        p.close()
+        d.close()
+
+
+def test_a_consumer_that_dies_holds_nothing_longer_than_a_lease():
+    p, d = _door("p", replace(FAST, lease_s=0.5)), _door("d", replace(FAST, renew_s=0.1))
+    try:
+        transfer = fresh_id()
+        p.open_offer(transfer, "r0", PROMPT)
+        d.hold(*p.address, transfer, PROMPT, "c", "p-1")
+        wait_for(lambda: p.status().counters.get("leases_renewed", 0) > 2, what="renewals")
+        d.close()
+        assert _settled(p) == [Settled(transfer, RequestId("r0"), "expired")]
+    finally:
+        p.close()
+        d.close()
+
+
+def test_a_hold_for_another_run_or_with_a_limit_behind_it_holds_nothing():
+    p, d = _door("p", replace(FAST, lease_s=0.3, max_lease_s=0.8)), _door("d", replace(FAST, renew_s=0.1))
+    try:
+        start, transfer = time.monotonic(), fresh_id()
+        p.open_offer(transfer, "r0", PROMPT)
+        d.hold(*p.address, transfer, PROMPT, "c", "p-0")
+        assert _settled(p) == [Settled(transfer, RequestId("r0"), "expired")]
+        transfer = fresh_id()
+        p.open_offer(transfer, "r1", PROMPT)
+        d.hold(*p.address, transfer, PROMPT, "c", "p-1")
+        assert _settled(p) == [Settled(transfer, RequestId("r1"), "expired")]
+        assert 0.8 < time.monotonic() - start < SOON_S
+    finally:
+        p.close()
+        d.close()
+
+
+def test_a_hold_at_a_door_that_nobody_keeps_ends_with_its_release(doors):
+    p, d = doors
+    p.close()
+    transfer = fresh_id()
+    d.hold(*p.address, transfer, PROMPT, "c")
+    d.hold("no such host", 7777, transfer, PROMPT, "c")
+    d.release(*p.address, transfer, PROMPT, "c")
+    wait_for(lambda: d.status().counters.get("releases_given_up") == 1, what="giving up")
+    assert d.status().is_idle

@@ -22,6 +22,16 @@ class Door(Protocol):
 
     def poll_settled(self) -> Sequence["SettledLike"]: ...
 
+    def hold(
+        self,
+        host: str,
+        port: int,
+        transfer_id: TransferId,
+        prompt_key: bytes | None,
+        consumer: str,
+        incarnation: Incarnation | None = None,
+    ) -> None: ...
+
     def release(
         self,
         host: str,

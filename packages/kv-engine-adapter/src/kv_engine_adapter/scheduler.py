@@ -118,6 +118,10 @@ class FerryScheduler:
 
     # -- decode side ---------------------------------------------------------------------------------------------
 
+    def announced(self, request: RequestView) -> None:
+        """A new request, which may wait long for its turn: the offer it comes with is held meanwhile."""
+        self._load_of(request)
+
     def num_external_tokens(self, request: RequestView, num_computed_tokens: int) -> int | None:
         """Prompt tokens a peer holds beyond `num_computed_tokens`; `None`: an equal prompt is loading, ask again.
 
@@ -195,7 +199,15 @@ class FerryScheduler:
             self._num_refused += 1
             load = _Load(None, None, Stage.OVER)
         self._loads[request.request_id] = load
+        self._hold(request.request_id, load)
         return load
+
+    def _hold(self, request_id: RequestId, load: _Load) -> None:
+        if (offer := load.offer) is not None:
+            consumer = self._consumer(request_id)
+            self._door.hold(
+                offer.host, offer.port, offer.transfer_id, load.prompt_key, consumer, incarnation=offer.incarnation
+            )
 
     def _twin_is_loading(self, request_id: RequestId, load: _Load) -> bool:
         """Another request is fetching this very prompt; once it is done its full blocks are a local hit."""
@@ -209,11 +221,14 @@ class FerryScheduler:
         load.stage = Stage.OVER
         offer = load.offer
         assert offer is not None, "a refused hand-over has no offer"
-        # Why a digest: clients choose the length of request ids.
-        consumer = sha256(f"{self._identity.incarnation}/{request_id}".encode()).hexdigest()
+        consumer = self._consumer(request_id)
         self._door.release(
             offer.host, offer.port, offer.transfer_id, load.prompt_key, consumer, incarnation=offer.incarnation
         )
+
+    def _consumer(self, request_id: RequestId) -> str:
+        """Our request's name at the doors of peers. Why a digest: clients choose the length of request ids."""
+        return sha256(f"{self._identity.incarnation}/{request_id}".encode()).hexdigest()
 
     # -- prefill side --------------------------------------------------------------------------------------------
 

@@ -47,7 +47,11 @@ class TransferConfig:
     """Port to listen at; 0: any free one."""
 
     lease_s: float = 30.0
-    """How long an offer waits for its consumers."""
+    """How long an offer waits for its consumers, from its opening or from a consumer's last renewal."""
+    max_lease_s: float = 600.0
+    """How long an offer waits at most, however often it is renewed."""
+    renew_s: float = 5.0
+    """How often the leases of remote offers that our requests wait for are renewed."""
     request_deadline_s: float = 30.0
     """How long a load may take, from order to last block; also the longest that a sender serves one session."""
     release_deadline_s: float = 60.0
@@ -78,7 +82,15 @@ class TransferConfig:
 
     def __post_init__(self) -> None:
         self._check_address()
-        for field in ("lease_s", "request_deadline_s", "release_deadline_s", "peer_timeout_s", "peer_idle_s"):
+        for field in (
+            "lease_s",
+            "max_lease_s",
+            "renew_s",
+            "request_deadline_s",
+            "release_deadline_s",
+            "peer_timeout_s",
+            "peer_idle_s",
+        ):
             _check_range(field, getattr(self, field), 0.001, 86_400)
         for field in ("nudge_s", "nudge_limit_s", "tombstone_s"):
             _check_range(field, getattr(self, field), 0.001, 86_400)

@@ -30,6 +30,7 @@ from kv_transfer.protocol.messages import (
     Rejected,
     Release,
     ReleaseReply,
+    Renew,
     StatusReply,
     StatusRequest,
 )
@@ -87,8 +88,9 @@ class InstanceDoor:
             raise CallerError(f"the request is offered already: request={request_id}")
         self._open.add(request_id)
         lease = self._config.lease_s if lease_s is None else lease_s
-        lease_end = self._reactor.timers.clock() + lease
-        self._reactor.post(lambda: self._porter.open(transfer_id, request_id, prompt_key, lease_end))
+        now = self._reactor.timers.clock()
+        ends = now + lease, now + self._config.max_lease_s
+        self._reactor.post(lambda: self._porter.open(transfer_id, request_id, prompt_key, *ends))
 
     def withdraw_offer(self, request_id: RequestId, reason: str) -> None:
         """Settles an offer for a reason of the engine's own; nothing happens if it is not open."""
@@ -101,6 +103,23 @@ class InstanceDoor:
             settled.append(self._settled.popleft())
         self._open.difference_update(each.request_id for each in settled)
         return settled
+
+    def hold(
+        self,
+        host: str,
+        port: int,
+        transfer_id: TransferId,
+        prompt_key: bytes | None,
+        consumer: str,
+        incarnation: Incarnation | None = None,
+    ) -> None:
+        """Keeps the lease of one offer of this pair from ending, until `release` says that `consumer` is done.
+
+        Renewed every `renew_s`; nothing happens if nobody listens there any more. Without a prompt key all offers of
+        the transfer are held.
+        """
+        message = Renew(transfer_id=transfer_id, prompt_key=prompt_key, consumer=consumer, incarnation=incarnation)
+        self._reactor.post(lambda: self._porter.releaser.hold((host, port), message))
 
     def release(
         self,
@@ -122,7 +141,7 @@ class InstanceDoor:
         self._reactor.post(lambda: self._porter.releaser.release((host, port), message))
 
     def status(self) -> Status:
-        """Gauges "offers" and "releases" (not yet answered), and counters."""
+        """Gauges "offers", "holds" of remote offers and "releases" (not yet answered), and counters."""
         return self._porter.status()
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -147,6 +166,7 @@ class _Porter:
         self.releaser = Releaser(config, reactor.wire, reactor.timers, reactor.counters)
         self._reactor = reactor
         self._settled = settled
+        self._config = config
         self._leases = LeaseBook(config.tombstone_s)
         self._card: InstanceCard | None = None
         self._expiry: Timer | None = None
@@ -154,8 +174,10 @@ class _Porter:
     def set_card(self, card: InstanceCard) -> None:
         self._card = card
 
-    def open(self, transfer_id: TransferId, request_id: RequestId, prompt_key: bytes, lease_end: float) -> None:
-        self._leases.open((transfer_id, prompt_key), request_id, lease_end)
+    def open(
+        self, transfer_id: TransferId, request_id: RequestId, prompt_key: bytes, lease_end: float, limit: float
+    ) -> None:
+        self._leases.open((transfer_id, prompt_key), request_id, lease_end, limit)
         self._reactor.counters.add("offers_opened")
         self._arm(EXPIRY_PERIOD_S)
 
@@ -165,6 +187,7 @@ class _Porter:
     def status(self) -> Status:
         gauges = {
             "offers": len(self._leases),
+            "holds": self.releaser.num_holds,
             "releases": self.releaser.num_waiting,
             "links": self._reactor.wire.num_links,
         }
@@ -177,6 +200,8 @@ class _Porter:
                 wire.reply(route, self._introduce(message.incarnation))
             case Release():
                 wire.reply(route, self._released(message))
+            case Renew():
+                self._renewed(message)
             case Ping():
                 wire.reply(route, Pong(incarnation=self.incarnation, rank=None))
             case StatusRequest():
@@ -227,6 +252,12 @@ class _Porter:
         return ReleaseReply(
             transfer_id=message.transfer_id, prompt_key=message.prompt_key, consumer=message.consumer, known=known
         )
+
+    def _renewed(self, message: Renew) -> None:
+        if message.incarnation in (None, self.incarnation):
+            end = self._reactor.timers.clock() + self._config.lease_s
+            if self._leases.renew(message.transfer_id, message.prompt_key, message.consumer, end):
+                self._reactor.counters.add("leases_renewed")
 
     def _expire(self) -> None:
         # Armed first: whatever goes wrong below, the next round comes. Without open offers only old pairs are left.

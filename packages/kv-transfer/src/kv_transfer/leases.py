@@ -1,9 +1,10 @@
 """Offers of one instance, each held for one consumer until a deadline.
 
-In:  offers as they open, releases by consumers, the time.
+In:  offers as they open, renewals and releases by consumers, the time.
 Out: offers that are settled, each once, with the reason.
 Law: an offer is settled by one release, by the end of its lease, or by its engine, whichever comes first; one consumer
-     settles at most one offer of a pair, however often it repeats itself. A pair is (transfer id, prompt key).
+     settles at most one offer of a pair, however often it repeats itself. A pair is (transfer id, prompt key). Renewals
+hold a lease up to a limit from its opening, and only those of consumers that have settled nothing.
 
 No I/O and no clock; of one thread.
 """
@@ -17,10 +18,18 @@ Pair = tuple[TransferId, bytes]
 
 
 @dataclass(slots=True)
-class _Offers:
-    """Offers of one pair, oldest first, with the end of each lease; and who has settled one already."""
+class _Lease:
+    """Until when an offer waits, and until when at most."""
 
-    leases: dict[RequestId, float] = field(default_factory=dict)
+    end: float
+    limit: float
+
+
+@dataclass(slots=True)
+class _Offers:
+    """Offers of one pair, oldest first, with each lease; and who has settled one already."""
+
+    leases: dict[RequestId, "_Lease"] = field(default_factory=dict)
     consumers: set[str] = field(default_factory=set)
     forget_at: float = 0.0
 
@@ -38,12 +47,21 @@ class LeaseBook:
         """Number of open offers."""
         return len(self._pair_of)
 
-    def open(self, pair: Pair, request_id: RequestId, lease_end: float) -> None:
-        """One more offer; a request has one at a time."""
+    def open(self, pair: Pair, request_id: RequestId, lease_end: float, limit: float | None = None) -> None:
+        """One more offer; a request has one at a time. `limit`: what renewals can reach (nothing, if None)."""
         assert request_id not in self._pair_of, "law: a request has one offer at a time"
         offers = self._pairs.setdefault(pair, _Offers())
-        offers.leases[request_id] = lease_end
+        offers.leases[request_id] = _Lease(lease_end, lease_end if limit is None else max(lease_end, limit))
         self._pair_of[request_id] = pair
+
+    def renew(self, transfer_id: TransferId, prompt_key: bytes | None, consumer: str, end: float) -> bool:
+        """Offers of this pair, or of all pairs of the transfer, wait until `end`; False if there is none to wait."""
+        pairs = self._pairs_of(transfer_id) if prompt_key is None else [(transfer_id, prompt_key)]
+        found = [self._pairs[pair] for pair in pairs if pair in self._pairs]
+        leases = [lease for offers in found if consumer not in offers.consumers for lease in offers.leases.values()]
+        for lease in leases:
+            lease.end = max(lease.end, min(end, lease.limit))
+        return bool(leases)
 
     def release(
         self, transfer_id: TransferId, prompt_key: bytes | None, consumer: str, now: float
@@ -70,7 +88,7 @@ class LeaseBook:
     def expire(self, now: float) -> list[Settled]:
         """Offers whose lease has ended; and forgets pairs that are long settled."""
         ended = [
-            request_id for request_id, pair in self._pair_of.items() if self._pairs[pair].leases[request_id] <= now
+            request_id for request_id, pair in self._pair_of.items() if self._pairs[pair].leases[request_id].end <= now
         ]
         settled = [self._settle(request_id, "expired", now) for request_id in ended]
         for pair in [pair for pair, offers in self._pairs.items() if not offers.leases and offers.forget_at <= now]:

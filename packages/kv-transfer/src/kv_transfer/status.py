@@ -20,6 +20,7 @@ OPEN: Final = (
     "leases",
     "quarantined",
     "staged_bytes",
+    "holds",
     "releases",
 )
 """Gauges that must come back to 0. `leases` counts staging regions in use, `quarantined` those a late writer may still

@@ -90,6 +90,10 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
 
     # -- scheduler side ------------------------------------------------------------------------------------------
 
+    def on_new_request(self, request: "Request") -> None:
+        # Versions of vLLM without this hook tell of a request when its turn comes.
+        self._scheduling.announced(RequestView(request))
+
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         wanted = self._scheduling.num_external_tokens(RequestView(request), num_computed_tokens)
         return wanted, bool(wanted)

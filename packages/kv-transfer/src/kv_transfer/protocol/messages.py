@@ -251,6 +251,18 @@ class InstanceRefused(Payload, frozen=True, tag="instance-refused"):
     detail: Detail
 
 
+class Renew(Payload, frozen=True, tag="renew"):
+    """A consumer still waits for an offer of this pair: hold its lease from now on once more. Never answered.
+
+    Without a prompt key all pairs of the transfer are meant.
+    """
+
+    transfer_id: TransferName
+    prompt_key: PromptKey | None
+    consumer: Name
+    incarnation: IncarnationName | None
+
+
 class Release(Payload, frozen=True, tag="release"):
     """One consumer is done with one offer of this pair. Idempotent per consumer; repeated until answered.
 
@@ -292,6 +304,7 @@ Message = (
     | InstanceHello
     | InstanceCard
     | InstanceRefused
+    | Renew
     | Release
     | ReleaseReply
 )
