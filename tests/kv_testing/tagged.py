@@ -47,7 +47,8 @@ class World:
 
     def table_of(self, window: int) -> tuple[BlockId, ...]:
         """The block ids of the layers with this window: another order for each."""
-        return self.table[window % len(self.table) :] + self.table[: window % len(self.table)]
+        turn = window % max(1, len(self.table))
+        return self.table[turn:] + self.table[:turn]
 
     def tables(self, rank: Rank, num_tokens: int | None = None) -> BlockTables:
         """What the rank's engine hands in for the sequence, or for its first tokens."""
