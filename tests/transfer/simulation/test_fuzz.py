@@ -78,7 +78,9 @@ def _order_again(world: World) -> None:
     """A fresh request that waits for an offer which never comes, and whoever was killed by a lie is met again."""
     request = world._request(len(world.requests))
     request.number %= 8
-    if all(each.request_id != request.request_id or each.outcomes for each in world.requests[:-1]):
+    if all(
+        each.request_id != request.request_id or len(each.outcomes) == len(each.ordered) for each in world.requests[:-1]
+    ):
         world.requests = [each for each in world.requests if each.request_id != request.request_id] + [request]
         world._order(request)
     else:

@@ -118,13 +118,13 @@ CONTROLS: list[tuple[Patch, int, str]] = [
     (_without_grace, 0, REUSED),
     (_without_deadlines, 0, "outlives its deadline|still open"),
     (_without_checksum, 0, "wrong bytes"),
-    (_without_write_ends, 0, "still open"),
-    (_without_tombstones, 350, REUSED),
-    (_without_probes, 250, REUSED),
-    (_with_early_timers, 1180, REUSED),
+    (_without_write_ends, 1, "still open"),
+    (_without_tombstones, 100, REUSED),
+    (_without_probes, 530, REUSED),
+    (_with_early_timers, 690, REUSED),
 ]
 """What is switched off, the first seed tried, and the law then broken. Counted from seed 0 the first five are found
-within 4 seeds, the others at seeds 383, 267 and 1203: they need two rare things in one schedule."""
+within 4 seeds, the others at seeds 115, 546 and 704: they need two rare things in one schedule."""
 NUM_TRIED = 50
 
 
