@@ -190,6 +190,10 @@ class ParallelLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
         width = self.tensor_ranks_of(group)
         return tuple(rank for rank in self.ranks if self.coordinates_of(rank)[1] in width)
 
+    def num_copies(self, head: int, group: int = 0) -> int:
+        """On how many tensor ranks of one group this KV head lies; 0 if the model has no such head."""
+        return sum(head in self.heads[tensor_rank] for tensor_rank in self.tensor_ranks_of(group))
+
     def share_of(self, rank: Rank) -> Share:
         """What `rank` holds; CallerError if the instance has no such rank."""
         stage, tensor_rank, context_rank = self.coordinates_of(rank)

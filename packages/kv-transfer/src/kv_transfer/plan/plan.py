@@ -24,7 +24,7 @@ from kv_core.errors import CallerError
 from kv_core.ids import Rank
 from kv_core.spans import Span, ceil_div
 from kv_transfer.plan.cache_state import MAX_HEADS, MAX_LAYERS, CacheState, Share
-from kv_transfer.plan.targets import target_ranks
+from kv_transfer.plan.targets import holding_ranks, target_ranks
 
 MAX_TOKENS: Final = 2**31
 """More tokens than any request has; bounds what a peer can make us compute."""
@@ -111,6 +111,23 @@ def send_plans(
         for plan in receive_plans(peer, receiver, ours, tokens, spread, group=group, num_tokens=num_tokens)
         if plan.sender == rank
     )
+
+
+def counterparts(
+    ours: CacheState, rank: Rank, peer: CacheState, num_tokens: int, *, group: int = 0
+) -> tuple[Rank, ...]:
+    """Every rank of the peer's group that holds a layer, a head and a token of a sequence that `rank` holds too.
+
+    Copies are included: who of them gives is for `receive_plans` to say. By context rank, tensor rank, stage.
+    """
+    share = ours.share_of(rank)
+    mine = ours.token_share(share.context_rank, num_tokens).runs
+    meets = [
+        any(one & other for one in mine for other in peer.token_share(context_rank, num_tokens).runs)
+        for context_rank in range(peer.parallel.num_context_ranks)
+    ]
+    holding = holding_ranks(share, peer.parallel, group)
+    return tuple(one for one in holding if meets[peer.share_of(one).context_rank])
 
 
 def chunks_of(pieces: Sequence[Piece], tokens: Span, state: CacheState, max_bytes: int) -> tuple[Chunk, ...]:
