@@ -8,11 +8,14 @@ Law: a call that raises gives RAISED for every field; a function that is not lis
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 from contract.case import Case, UnknownKind
 from contract.judge import RAISED, Observation
+from contract import transfer_functions
+from contract.naive_exchange import HELPERS as EXCHANGE_HELPERS
 from contract.naive_forecast import our_remaining, seed_remaining
 from contract.naive_policy import naive_policy
 from kv_core.content import BlockContent, ItemPart, chop, item_parts
@@ -47,10 +50,13 @@ def observe(case: Case) -> Iterator[Observation]:
     for check in checks:
         args = common | check.get("args", {})
         yield from _observe_call(name, args, check["expect"])
+        if "expect_derived" in check:
+            derived = _observe_call(name, args, check["expect_derived"])
+            yield from (replace(seen, derived=True) for seen in derived)
 
 
 def _observe_call(name: str, args: Args, expect: Any) -> Iterator[Observation]:
-    known = HELPERS | {"args": args}
+    known = HELPERS | EXCHANGE_HELPERS | {"args": args}
     must_raise = isinstance(expect, dict) and expect.get("error", False)
     actual = _call(name, args, expect)
     yield Observation(name, "error", bool(must_raise), actual is RAISED, known)
@@ -168,7 +174,7 @@ def _largest_batch(args: Args) -> int:
     return largest_batch(_shape(args), blocks, args["tokens_per_block"])
 
 
-FUNCTIONS: Mapping[str, Callable[[Args], Any]] = {
+FUNCTIONS: dict[str, Callable[[Args], Any]] = {
     "calculate_max_block_requirements_per_beam": lambda a: blocks_per_beam(
         a["sequence_length"], a["window_size"], a["tokens_per_block"], a["sink_token_length"]
     ),
@@ -186,6 +192,7 @@ FUNCTIONS: Mapping[str, Callable[[Args], Any]] = {
     "block_key_equal": lambda a: _content(a["a"]) == _content(a["b"]),
     "generate_block_hash_extra_keys": _extra_keys,
     "block_key_hash_chain": lambda a: [f"0x{one:016x}" for one in seed_hash_chain(map(_content, a["keys"]))],
+    **transfer_functions.FUNCTIONS,
 }
 
 

@@ -69,7 +69,7 @@ class Rule:
         """Whether this rule explains the difference. BadExpression if its expressions cannot be evaluated."""
         if not self.concerns(seen):
             return False
-        known = seen.known | {"field": seen.field}
+        known = seen.known | {"op": seen.op, "field": seen.field}
         return bool(
             evaluate(self.when, known)
             and same(evaluate(self.seed, known), seen.expected, seen.tolerance)

@@ -9,9 +9,9 @@ from itertools import groupby
 from typing import Any
 
 from contract.case import UnknownKind
-from contract.manager_questions import Questions
 from contract.manager_state import Answer, Step, name_of
 from contract.notnow import NotNow
+from contract.range_questions import RangeQuestions
 from contract.requests import CaseRequest
 from kv_core.errors import CallerError
 from kv_core.ids import BlockId, RequestId
@@ -19,7 +19,7 @@ from kv_core.scheduling import Phase, Progress, blocks_to_completion
 from kv_core.tiers import Tier
 
 
-class ManagerDriver(Questions):
+class ManagerDriver(RangeQuestions):
     """Runs steps."""
 
     goes_on = False

@@ -7,6 +7,7 @@ Law: a model that raises has `error` in its answer and says nothing from then on
 
 from typing import Any
 
+from contract import range_models
 from contract.labels import shortened
 from contract.our_model import OurManager
 from contract.seed_manager import SeedManager, SeedSequence
@@ -69,11 +70,17 @@ class Models:
         return sum(block.refs > 0 for block in nodes)
 
 
+def _range(model: SeedManager, step: dict[str, Any]) -> Answer:
+    if isinstance(model, OurManager):
+        return range_models.OURS[step["op"]](model, step)
+    return range_models.SEED[step["op"]](model, step)
+
+
 def _answer(model: SeedManager | None, step: dict[str, Any]) -> Answer:
     if model is None:
         return {}
     try:
-        answer = model.call(step)
+        answer = _range(model, step) if step["op"] in range_models.SEED else model.call(step)
     except (NoFreeBlock, RecursionError):  # the seed's tree may have a cycle (D1)
         return {"error": True}
     if answer is None:

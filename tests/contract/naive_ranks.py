@@ -3,7 +3,7 @@
 In:  the config of a `transfer_pair` case and one of its pairs of data-parallel ranks.
 Out: for each field of the expected plan the list over all senders or receivers.
 Law: nothing of the code under test is used: the seed's rules are transfer spec 3.2, 4.1, 4.2 and 10.2, ours are sets of
-     (layer, head) and the rule of 4.8 (the copy is chosen by the receiver's rank plus its data-parallel rank).
+     (layer, head) and the rule of 4.8 (the copy is chosen by the receiver's rank).
 """
 
 from itertools import groupby, product
@@ -16,14 +16,15 @@ Answer = dict[str, list[Any]]
 def seed_pair(config: Config, plan: Config) -> Answer:
     """The seed's answer."""
     sides = _sides(config, plan)
-    senders, receivers = (_ranks(side) for side in sides)
+    senders, receivers = (ranks_of(side) for side in sides)
     ctx, gen = sides
-    sending = [_seed_need_send(config, ctx, gen, rank) for rank in senders]
-    targets = {rank: _seed_targets(gen, ctx, rank) for rank in receivers}
-    picked = [_seed_picked(config, ctx, gen, rank) for rank in receivers]
+    is_latent = config["attention_type"] == "mla"
+    sending = [seed_need_send(is_latent, ctx, gen, rank) for rank in senders]
+    targets = {rank: seed_targets(gen, ctx, rank) for rank in receivers}
+    picked = [seed_picked(is_latent, ctx, gen, rank) for rank in receivers]
     found: Answer = {
         "senders.need_send": sending,
-        "senders.targets": [_seed_targets(ctx, gen, rank) for rank in senders],
+        "senders.targets": [seed_targets(ctx, gen, rank) for rank in senders],
         "receivers.peer_ranks": list(targets.values()),
         "receivers.picked": picked,
         "receivers.parts": [],
@@ -36,12 +37,12 @@ def seed_pair(config: Config, plan: Config) -> Answer:
 def our_pair(config: Config, plan: Config) -> Answer:
     """Our answer."""
     ctx, gen = _sides(config, plan)
-    senders, receivers = _ranks(ctx), _ranks(gen)
-    chosen = {rank: _chosen(config, ctx, gen, rank) for rank in receivers}
-    holding = {rank: _holding(gen, ctx, rank) for rank in receivers}
+    senders, receivers = ranks_of(ctx), ranks_of(gen)
+    chosen = {rank: set(sources(ctx, gen, rank)) for rank in receivers}
+    holding = {rank: holders_around(gen, ctx, rank) for rank in receivers}
     return {
         "senders.need_send": [any(rank in found for found in chosen.values()) for rank in senders],
-        "senders.targets": [_holding(ctx, gen, rank) for rank in senders],
+        "senders.targets": [holders_around(ctx, gen, rank) for rank in senders],
         "receivers.peer_ranks": list(holding.values()),
         "receivers.picked": [sorted(holding[rank].index(one) for one in chosen[rank]) for rank in receivers],
         "receivers.parts": [
@@ -71,7 +72,7 @@ def _sides(config: Config, plan: Config) -> tuple[Config, Config]:
     return found[0], found[1]
 
 
-def _unrank(side: Config, rank: int) -> tuple[int, int, int]:
+def unrank(side: Config, rank: int) -> tuple[int, int, int]:
     pp, inner = divmod(rank, side["tp"] * side["cp"])
     return (pp, *divmod(inner, side["cp"]))
 
@@ -85,17 +86,17 @@ def _tensor_ranks(side: Config) -> range:
     return range(first, first + side["width"])
 
 
-def _ranks(side: Config) -> list[int]:
+def ranks_of(side: Config) -> list[int]:
     total = side["tp"] * side["pp"] * side["cp"]
-    return [rank for rank in range(total) if _unrank(side, rank)[1] in _tensor_ranks(side)]
+    return [rank for rank in range(total) if unrank(side, rank)[1] in _tensor_ranks(side)]
 
 
-def _layers(side: Config, pp: int) -> set[int]:
+def layers_of(side: Config, pp: int) -> set[int]:
     first = sum(side["layers_per_pp"][:pp])
     return set(range(first, first + side["layers_per_pp"][pp]))
 
 
-def _heads(side: Config, tp: int) -> set[int]:
+def heads_of(side: Config, tp: int) -> set[int]:
     within, width = tp % side["width"], side["width"]
     if width > side["heads"]:
         return {within * side["heads"] // width}
@@ -103,68 +104,72 @@ def _heads(side: Config, tp: int) -> set[int]:
     return set(range(within * each, (within + 1) * each))
 
 
-def _seed_targets(own: Config, peer: Config, rank: int) -> list[int]:
-    pp, tp, cp = _unrank(own, rank)
-    stages = [stage for stage in range(peer["pp"]) if _layers(own, pp) & _layers(peer, stage)]
+def seed_targets(own: Config, peer: Config, rank: int) -> list[int]:
+    pp, tp, cp = unrank(own, rank)
+    stages = [stage for stage in range(peer["pp"]) if layers_of(own, pp) & layers_of(peer, stage)]
     base = peer["dp"] * peer["width"] if peer["enable_attention_dp"] else 0
-    tensor = [base + one for one in _aligned(tp % own["width"], own["width"], peer["width"])]
-    context = _aligned(cp, own["cp"], peer["cp"])
+    tensor = [base + one for one in aligned(tp % own["width"], own["width"], peer["width"])]
+    context = aligned(cp, own["cp"], peer["cp"])
     return [_rank(peer, stage, one, other) for other, one, stage in product(context, tensor, stages)]
 
 
-def _aligned(index: int, own: int, peer: int) -> list[int]:
+def aligned(index: int, own: int, peer: int) -> list[int]:
     if own <= peer:
         return list(range(index * (peer // own), (index + 1) * (peer // own)))
     return [index // (own // peer)]
 
 
-def _factor(own: Config, peer: Config) -> int:
+def factor(own: Config, peer: Config) -> int:
     """How many of our ranks hold what one of theirs does."""
     mine, theirs = own["kv_heads_per_rank"] * own["width"], peer["kv_heads_per_rank"] * peer["width"]
     return max(1, int(mine // theirs))
 
 
-def _seed_need_send(config: Config, ctx: Config, gen: Config, rank: int) -> bool:
-    is_latent = config["attention_type"] == "mla"
-    dup = max(1, ctx["width"] // gen["width"]) if is_latent else _factor(ctx, gen)
+def seed_need_send(is_latent: bool, ctx: Config, gen: Config, rank: int) -> bool:
+    """Whether a sending rank gives anything (4.1, 10.2)."""
+    dup = max(1, ctx["width"] // gen["width"]) if is_latent else factor(ctx, gen)
     peer_dp = gen["dp"] if gen["enable_attention_dp"] else 0
-    return bool(peer_dp % dup == _unrank(ctx, rank)[1] % ctx["width"] % dup)
+    return bool(peer_dp % dup == unrank(ctx, rank)[1] % ctx["width"] % dup)
 
 
-def _seed_picked(config: Config, ctx: Config, gen: Config, rank: int) -> list[int]:
-    pp = _unrank(gen, rank)[0]
-    stages = sum(bool(_layers(gen, pp) & _layers(ctx, stage)) for stage in range(ctx["pp"]))
+def seed_picked(is_latent: bool, ctx: Config, gen: Config, rank: int) -> list[int]:
+    """Which of its targets a receiving rank reads from (4.2, 10.3)."""
+    pp = unrank(gen, rank)[0]
+    stages = sum(bool(layers_of(gen, pp) & layers_of(ctx, stage)) for stage in range(ctx["pp"]))
     tensor = max(1, ctx["width"] // gen["width"])
     own_dp = gen["dp"] if gen["enable_attention_dp"] else 0
-    if config["attention_type"] == "mla":
+    if is_latent:
         return [stage + own_dp % tensor * stages for stage in range(stages)]
-    dup = _factor(ctx, gen)
+    dup = factor(ctx, gen)
     return [one * stages + stage for one in range(tensor) if one % dup == own_dp % dup for stage in range(stages)]
 
 
-def _holding(own: Config, peer: Config, rank: int) -> list[int]:
-    pp, tp, _ = _unrank(own, rank)
+def holders_around(own: Config, peer: Config, rank: int) -> list[int]:
+    pp, tp, _ = unrank(own, rank)
     return [
         _rank(peer, stage, tensor, context)
         for context, tensor, stage in product(range(peer["cp"]), _tensor_ranks(peer), range(peer["pp"]))
-        if _layers(own, pp) & _layers(peer, stage) and _heads(own, tp) & _heads(peer, tensor)
+        if layers_of(own, pp) & layers_of(peer, stage) and heads_of(own, tp) & heads_of(peer, tensor)
     ]
 
 
-def _chosen(config: Config, ctx: Config, gen: Config, rank: int) -> set[int]:
-    pp, tp, _ = _unrank(gen, rank)
-    found = set()
-    for head in _heads(gen, tp):
-        holders = [tensor for tensor in _tensor_ranks(ctx) if head in _heads(ctx, tensor)]
-        tensor = holders[(rank + gen["dp"]) % len(holders)]
-        stages = [stage for stage in range(ctx["pp"]) if _layers(gen, pp) & _layers(ctx, stage)]
-        found |= {_rank(ctx, stage, tensor, context) for stage in stages for context in range(ctx["cp"])}
+def sources(ctx: Config, gen: Config, rank: int) -> dict[int, set[tuple[int, int]]]:
+    """What a receiving rank takes from each sending one: (layer, head); of a sequence of which all of them hold some."""
+    pp, tp, _ = unrank(gen, rank)
+    found: dict[int, set[tuple[int, int]]] = {}
+    for head in heads_of(gen, tp):
+        holders = [tensor for tensor in _tensor_ranks(ctx) if head in heads_of(ctx, tensor)]
+        tensor = holders[rank % len(holders)]
+        for stage, context in product(range(ctx["pp"]), range(ctx["cp"])):
+            if common := layers_of(gen, pp) & layers_of(ctx, stage):
+                sender = _rank(ctx, stage, tensor, context)
+                found.setdefault(sender, set()).update((layer, head) for layer in common)
     return found
 
 
 def _part(ctx: Config, gen: Config, sender: int, receiver: int) -> Config:
-    (pp, tp, _), (own_pp, own_tp, _) = _unrank(ctx, sender), _unrank(gen, receiver)
-    layers, heads = _layers(ctx, pp) & _layers(gen, own_pp), _heads(ctx, tp) & _heads(gen, own_tp)
+    (pp, tp, _), (own_pp, own_tp, _) = unrank(ctx, sender), unrank(gen, receiver)
+    layers, heads = layers_of(ctx, pp) & layers_of(gen, own_pp), heads_of(ctx, tp) & heads_of(gen, own_tp)
     spans = {"layers": [min(layers), max(layers) + 1], "heads": [min(heads), max(heads) + 1]}
     return {"from_rank": sender} | spans
 

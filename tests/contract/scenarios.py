@@ -9,17 +9,23 @@ Law: an operation that is not listed is unknown, also when nothing is expected o
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+from contract.buffer_driver import BufferDriver
 from contract.case import Case, UnknownKind
-from contract.functions import HELPERS
+from contract.functions import HELPERS as FUNCTION_HELPERS
 from contract.judge import Observation
 from contract.labels import Names
 from contract.manager_driver import ManagerDriver
 from contract.models import Models
+from contract.naive_buffers import HELPERS as BUFFER_HELPERS
 from contract.notnow import NotNow
 from contract.policy_driver import PolicyDriver
 from kv_core.errors import FerryError
 
 Step = dict[str, Any]
+
+
+HELPERS = FUNCTION_HELPERS | BUFFER_HELPERS
+"""What rules may use beside their case's values."""
 
 
 class Driver(Protocol):
@@ -35,6 +41,7 @@ class Driver(Protocol):
 
 
 DRIVERS: dict[str, Callable[[dict[str, Any]], Driver]] = {
+    "trans_buffer_manager": BufferDriver,
     "kv_cache_manager": ManagerDriver,
     "eviction_policy": PolicyDriver,
 }
@@ -56,6 +63,8 @@ def observe(case: Case) -> Iterator[Observation]:
             if error is not None and must_raise and driver.goes_on:
                 continue
             return
+        if "expect_blocks" in step:
+            yield Observation(step["op"], "blocks", step["expect_blocks"], answer["blocks"], known, ordinal)
         yield from _fields(step, ordinal, _named(answer, names), known, names)
 
 

@@ -109,7 +109,7 @@ def _found(sender: CacheState, receiver: CacheState, tokens: Span, from_group: i
     for rank in receiver.parallel.ranks_of(to_group):
         share = receiver.share_of(rank)
         holding = holding_ranks(share, sender.parallel, from_group)
-        unordered = receive_plans(receiver, rank, sender, tokens, to_group, group=from_group)
+        unordered = receive_plans(receiver, rank, sender, tokens, group=from_group)
         plans = sorted(unordered, key=lambda plan, order=holding: order.index(plan.sender))  # type: ignore[misc]
         asked |= {plan.sender for plan in plans}
         parts = [

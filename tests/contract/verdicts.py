@@ -2,15 +2,14 @@
 
 In:  a case of any kind.
 Out: its `Verdict`.
-Law: a case always gets one: kinds of the transfer other than pairs are pending until their driver is there, and
-     whatever the driver does not know or cannot run has failed.
+Law: a case always gets one: whatever the driver does not know or cannot run has failed.
 """
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from contract import functions, scenarios, transfer_pair
-from contract.case import CORE_TARGETS, Case, UnknownKind
+from contract.case import Case, UnknownKind
 from contract.judge import Observation, Rule, Verdict, judge, load_rules
 
 RULES = load_rules(Path(__file__).parent / "deviations.toml")
@@ -18,8 +17,6 @@ RULES = load_rules(Path(__file__).parent / "deviations.toml")
 
 def verdict_on(case: Case, rules: Sequence[Rule] = RULES) -> Verdict:
     """Run one case and judge it."""
-    if case.is_transfer and not _is_pair(case):
-        return Verdict("pending", reason="transfer")
     try:
         return judge(_observations(case), rules)
     except UnknownKind as error:
@@ -34,7 +31,7 @@ def _observations(case: Case) -> Iterator[Observation]:
     if case.kind == "function":
         return functions.observe(case)
     target = case.content.get("config", {}).get("target")
-    if case.kind != "scenario" or target not in CORE_TARGETS:
+    if case.kind != "scenario" or target not in scenarios.DRIVERS:
         raise UnknownKind(f"kind {case.kind!r}, target {target!r}")
     return scenarios.observe(case)
 
