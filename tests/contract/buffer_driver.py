@@ -2,8 +2,8 @@
 
 In:  steps of a scenario whose target is `trans_buffer_manager`.
 Out: the fields that the cases may expect of each.
-Law: this only translates. A buffer index is a lease of one whole buffer of a side's arena; targets are leases of parts
-     of it. What waits for an index is served in its order when one is given back.
+Law: this only translates. A buffer is a lease of as much of a side's arena; it goes by the lowest number that is not in
+     use. Targets are leases of parts of it. What waits for a buffer is served in its order when one is given back.
 """
 
 from math import prod
@@ -86,7 +86,7 @@ class _Side:
         if lease is None:
             self._waiting.append(waiter)
             return None
-        index = lease.slice.offset // self.buffer_bytes
+        index = min(set(range(len(self.leases) + 1)) - set(self.leases))
         self.leases[index] = lease
         return index
 
@@ -120,7 +120,10 @@ def _sides(config: dict[str, Any]) -> dict[str, _Side]:
     size = _buffer_bytes(config)
     counts = {"send": config["send_buffer_count"], "recv": config["recv_buffer_count"]}
     ours = TransferConfig(send_arena_bytes=counts["send"] * size, receive_arena_bytes=counts["recv"] * size)
-    return {"send": _Side(ours.send_arena_bytes, counts["send"]), "recv": _Side(ours.receive_arena_bytes, counts["recv"])}
+    return {
+        "send": _Side(ours.send_arena_bytes, counts["send"]),
+        "recv": _Side(ours.receive_arena_bytes, counts["recv"]),
+    }
 
 
 def _buffer_bytes(config: dict[str, Any]) -> int:

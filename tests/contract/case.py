@@ -1,7 +1,7 @@
 """Cases as they stand in files: loading, compact lists written out, what a file may contain.
 
 In:  a folder of JSON files, each a list of cases (format: cases/README.md).
-Out: `Case` values, and the kinds that the driver knows.
+Out: `Case` values.
 Law: nothing is dropped: a case that cannot be understood becomes a case that fails.
 """
 
@@ -9,27 +9,6 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-CORE_TARGETS = {"kv_cache_manager", "eviction_policy"}
-TRANSFER_TARGETS = {"transfer_pair", "trans_buffer_manager"}
-TRANSFER_OPS = {"block_range_for_sending", "block_range_for_receiving", "iterate_sequence_blocks"}
-TRANSFER_FUNCTIONS = {
-    "target_ranks",
-    "pick_recv_connections",
-    "send_buffer_sizes",
-    "recv_buffer_sizes",
-    "inquire_support_mha",
-    "inquire_support_mla",
-    "block_num_accounting_for_cp",
-    "global_block_id_accounting_for_cp",
-    "cp_sequence_share",
-    "check_alternate_window",
-    "pre_alloc_buffer_size",
-    "request_info_round_trip",
-    "cache_state_equal",
-    "iterate_block_range",
-    "iterate_sequence_blocks",
-}
 
 
 class UnknownKind(Exception):
@@ -58,15 +37,6 @@ class Case:
     @property
     def is_uncertain(self) -> bool:
         return bool(self.content.get("uncertain", False))
-
-    @property
-    def is_transfer(self) -> bool:
-        """Whether the case judges the exchange between instances and not the manager."""
-        if self.kind == "function":
-            return self.content.get("fn") in TRANSFER_FUNCTIONS
-        target = self.content.get("config", {}).get("target")
-        ops = {step.get("op") for step in self.content.get("steps", [])}
-        return target in TRANSFER_TARGETS or (target in CORE_TARGETS and bool(ops & TRANSFER_OPS))
 
 
 def load_cases(folder: Path) -> list[Case]:

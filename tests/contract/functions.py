@@ -7,14 +7,14 @@ Law: a call that raises gives RAISED for every field; a function that is not lis
 
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+from contract import transfer_functions
 from contract.case import Case, UnknownKind
 from contract.judge import RAISED, Observation
-from contract import transfer_functions
 from contract.naive_exchange import HELPERS as EXCHANGE_HELPERS
 from contract.naive_forecast import our_remaining, seed_remaining
 from contract.naive_policy import naive_policy

@@ -2,8 +2,8 @@
 
 In:  the arguments of a function case.
 Out: for each question the fields of the seed's answer, and of ours.
-Law: nothing of the code under test is used. The seed's rules: transfer spec 2.4, 2.5 (support), 3.2 (targets), 4 (picks),
-     7.1 (sizes), 11.1 (windows).
+Law: nothing of the code under test is used. The seed's rules: transfer spec 2.4, 2.5 (support), 3.2 (targets), 4
+     (picks), 7.1 (sizes), 11.1 (windows).
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,6 @@ from contract.naive_ranks import (
     factor,
     holders_around,
     layers_of,
-    ranks_of,
     seed_need_send,
     seed_picked,
     seed_targets,
@@ -89,7 +88,8 @@ def our_exchange(args: Args) -> Args:
     """Our answer to `target_ranks`."""
     own, peer = sides_of(args)
     found = _around(own, peer, args["self_rank"])
-    stages, tensor_ranks, context_ranks = (sorted(set(axis)) for axis in zip(*(unrank(peer, one) for one in found)))
+    places = [unrank(peer, one) for one in found]
+    stages, tensor_ranks, context_ranks = (sorted({place[axis] for place in places}) for axis in range(3))
     mine, theirs = (max(1, side["width"] // side["heads"]) for side in (own, peer))
     common = layers_of(own, unrank(own, args["self_rank"])[0])
     return {
@@ -100,7 +100,7 @@ def our_exchange(args: Args) -> Args:
         "dup_head_factor": max(1, mine // theirs),
         "peer_dup_head_factor": max(1, theirs // mine),
         "peer_layer_num_in_domain_pp": [len(common & layers_of(peer, stage)) for stage in stages],
-        "need_send": any(args["self_rank"] in sources(own, peer, receiver) for receiver in ranks_of(peer)),
+        "need_send": any(args["self_rank"] in sources(own, peer, one) for one in found),
     }
 
 
@@ -167,13 +167,14 @@ def our_sent(args: Args) -> Args:
     own, peer = sides_of(args)
     rank, around = args["self_rank"], _around(own, peer, args["self_rank"])
     receivers = [one for one in around if rank in sources(own, peer, one)]
-    counts = [_moved(args, own, rank, peer, one, sources(own, peer, one)[rank]) for one in receivers]
+    moved = [_moved(args, own, rank, peer, one, sources(own, peer, one)[rank]) for one in receivers]
+    counts = [count for count in moved if count]
     return {"num_targets": len(counts), "num_buffers": len(counts), "element_counts": counts}
 
 
 def seed_received(args: Args) -> Args:
     """The seed's answer to `recv_buffer_sizes`; `error` where it fails on legal sizes (A15)."""
-    own, peer = sides_of(args)
+    own, _ = sides_of(args)
     layers = seed_exchange(args)["peer_layer_num_in_domain_pp"]
     picked = seed_picks(args)["picked"]
     own_layers = len(layers_of(own, unrank(own, args["self_rank"])[0]))

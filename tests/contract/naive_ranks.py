@@ -154,7 +154,7 @@ def holders_around(own: Config, peer: Config, rank: int) -> list[int]:
 
 
 def sources(ctx: Config, gen: Config, rank: int) -> dict[int, set[tuple[int, int]]]:
-    """What a receiving rank takes from each sending one: (layer, head); of a sequence of which all of them hold some."""
+    """The (layer, head) that a receiving rank takes from each sending one, if all of them hold some of the sequence."""
     pp, tp, _ = unrank(gen, rank)
     found: dict[int, set[tuple[int, int]]] = {}
     for head in heads_of(gen, tp):

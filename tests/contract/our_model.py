@@ -230,6 +230,8 @@ class OurWindow(SeedWindow):
                 count = common(block.key, key)
                 rank = (count, -block.level, block.used, -block.block_id)
                 best = (rank, block) if count and rank > best[0] else best
+        if sum(common(block.key, key) == best[0][0] for block in parent.children.values() if best[1]) > 1:
+            self.causes.add("core-D41")  # of blocks that hold as many, the seed takes any
         return best[0][0], best[1]
 
 

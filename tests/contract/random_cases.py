@@ -10,12 +10,22 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from contract import range_models
 from contract.case import Case
 from contract.labels import shortened
 from contract.seed_manager import SeedManager
 from contract.seed_model import NoFreeBlock
 
-FIELDS = ("prepopulated", "block_ids", "free_blocks", "is_primary", "prev_block_id", "priority", "has_refs")
+FIELDS = (
+    "prepopulated",
+    "block_ids",
+    "free_blocks",
+    "is_primary",
+    "prev_block_id",
+    "priority",
+    "has_refs",
+    "block_ids_per_window",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +38,7 @@ class Flavour:
     scopes: bool = False
     events: bool = False
     inspects: bool = False
+    ranges: bool = False
 
 
 FLAVOURS = {
@@ -36,6 +47,8 @@ FLAVOURS = {
     "tiers": Flavour(host=True),
     "windows": Flavour(sliding=True),
     "events": Flavour(events=True, host=True),
+    "ranges": Flavour(ranges=True),
+    "ranges of windows": Flavour(ranges=True, sliding=True),
 }
 
 
@@ -51,6 +64,7 @@ class _Scenario:
         self._seed = SeedManager(self._config)
         self._steps: list[dict[str, Any]] = []
         self._lengths: dict[int, int] = {}
+        self._prompts: dict[int, list[int]] = {}
         self._num_requests = 0
 
     def case(self, name: str) -> Case:
@@ -62,7 +76,7 @@ class _Scenario:
 
     def _do(self, step: dict[str, Any]) -> bool:
         try:
-            answer = self._seed.call(json.loads(json.dumps(step))) or {}
+            answer = self._answer(json.loads(json.dumps(step)))
         except NoFreeBlock:
             self._steps.append(step | {"expect_error": True})
             return False
@@ -74,6 +88,11 @@ class _Scenario:
         self._steps.append(step | {"expect": expect})
         return True
 
+    def _answer(self, step: dict[str, Any]) -> dict[str, Any]:
+        if step["op"] in range_models.SEED:
+            return range_models.SEED[step["op"]](self._seed, step)
+        return self._seed.call(step) or {}
+
     def _a_step(self) -> dict[str, Any]:
         dice = self._random.random()
         if dice < 0.45 or not self._lengths:
@@ -82,6 +101,8 @@ class _Scenario:
             return {"op": "get_events"}
         if self._flavour.inspects and dice < 0.55:
             return {"op": "inspect_block", "block_id": self._random.randrange(4)}
+        if self._flavour.ranges and dice < 0.62:
+            return self._a_range()
         request_id = self._random.choice(list(self._lengths))
         if dice < 0.7 and self._lengths[request_id] < 27:
             return self._a_decode(request_id)
@@ -108,9 +129,26 @@ class _Scenario:
             }
             request["retention"] = {"ranges": [first], "decode_priority": random.choice([35, 60])}
         request_id, self._num_requests = self._num_requests, self._num_requests + 1
-        self._lengths[request_id] = length
+        self._lengths[request_id], self._prompts[request_id] = length, tokens
         step = {"op": "add_sequence", "request_id": request_id, "request": request}
         return step | {"input_length": length, "beam_width": 1}
+
+    def _a_range(self) -> dict[str, Any]:
+        random = self._random
+        request_id = random.choice(list(self._lengths))
+        if random.random() < 0.4:
+            step = {"op": "block_range_for_receiving", "request_id": request_id}
+            return step | {"src_enable_block_reuse": random.random() < 0.7, "recv_side_has_cp": random.random() < 0.2}
+        # Of a request that has ended the seed finds blocks only by a key, in the one window.
+        finds = self._config["enable_block_reuse"] and len(self._config["blocks_per_window"]) == 1
+        if finds and random.random() < 0.3:
+            request_id = random.choice(list(self._prompts))
+        is_there = request_id in self._lengths
+        prompt = self._prompts[request_id]
+        key = prompt[: random.randint(1, len(prompt))] if not is_there or random.random() < 0.7 else None
+        step = {"op": "block_range_for_sending", "request_id": request_id, "last_block_key_tokens": key}
+        step["index_from_end"] = random.randrange(-(-len(key) // 4)) if key else 0
+        return step | {"recv_side_has_cp": is_there and random.random() < 0.2}
 
     def _a_decode(self, request_id: int) -> dict[str, Any]:
         length, count = self._lengths[request_id], self._random.randint(1, 3)
@@ -134,7 +172,7 @@ class _Scenario:
             "max_beam_width": 1,
             "dtype": "half",
             "sink_token_length": 0,
-            "enable_block_reuse": True,
+            "enable_block_reuse": not self._flavour.ranges or random.random() < 0.8,
             "onboard_blocks": True,
             "cache_type": "self",
             "secondary_offload_min_priority": None,

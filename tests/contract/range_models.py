@@ -8,9 +8,9 @@ Law: nothing of the code under test is used. The seed: transfer spec 5.2, 5.3; o
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from contract.our_model import OurManager
+from contract.our_model import HOLE, OurManager, common
 from contract.seed_manager import SeedManager
-from contract.seed_model import Block, NoFreeBlock
+from contract.seed_model import Block, Key, NoFreeBlock
 
 Step = dict[str, Any]
 Answer = dict[str, Any]
@@ -106,19 +106,25 @@ def _own(model: OurManager, one: Any, number: int) -> list[int | None]:
 def _stored(model: OurManager, tokens: list[int], number: int) -> list[int | None]:
     """The chain of blocks whose content is that of these tokens; as far as there is one."""
     window, one = model.windows[number], model._new({"request_id": -1}, {"tokens": tokens})
-    cursor, ids = window.root, []
+    cursor, ids = window.root, list[int | None]()
     for key in one.keys(len(tokens), model.size, True):
-        holding = (block for block in cursor.children.values() if _begins(block, key.tokens))
-        found = cursor.children.get(key) or next(holding, None)
+        is_whole = len(key.tokens) == model.size
+        found = cursor.children.get(key) if is_whole else _fullest(cursor, key)
         if found is None:
             break
-        ids.append(found.block_id)
+        ids.append(None if found.block_id == HOLE else found.block_id)
         cursor = found
-    return list(ids)
+    return ids
 
 
-def _begins(block: Block, tokens: tuple[Any, ...]) -> bool:
-    return block.key is not None and block.key.tokens[: len(tokens)] == tokens
+def _fullest(parent: Block, key: Key) -> Block | None:
+    """The child that begins with all of these tokens; of several the one that a match would take (D41)."""
+    begins = [
+        block
+        for block in parent.children.values()
+        if block.block_id != HOLE and common(block.key, key) == len(key.tokens)
+    ]
+    return max(begins, key=lambda block: (-block.level, block.used, -block.block_id), default=None)
 
 
 def _prompt_length(one: Any) -> int:

@@ -102,7 +102,7 @@ def is_number(value):
 NUMBERED = [case for case in OPEN.values() if case.kind == "function" and is_number(case.content.get("expect"))]
 
 
-@pytest.mark.parametrize("case", [case for case in NUMBERED if not case.is_transfer], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", NUMBERED, ids=lambda case: case.name)
 def test_another_number_than_the_open_case_expects_fails(case):
     assert verdict_on(Case(case.file, case.content | {"expect": case.content["expect"] + 1})).status == "failed"
 
@@ -127,9 +127,19 @@ def is_pair(case):
     return case.content.get("config", {}).get("target") == "transfer_pair"
 
 
-def test_transfer_kinds_but_pairs_are_pending():
-    kinds = {verdict_on(case).status for case in OPEN.values() if case.is_transfer and not is_pair(case)}
-    assert kinds == {"pending"}
+def test_a_derived_expectation_of_a_function_counts():
+    case = deepcopy(OPEN["ranks_cp_grows"])
+    case.content["checks"][0]["expect_derived"]["peer_layer_num_in_domain_pp"] = [7]
+    failures = verdict_on(case).failures
+    assert [(one["field"], one["derived"]) for one in failures] == [("peer_layer_num_in_domain_pp", True)]
+
+
+def test_a_buffer_that_should_be_waited_for_and_is_there_fails():
+    case = deepcopy(OPEN["buffer_index_single_slot"])
+    case.content["config"]["send_buffer_count"] = 2
+    assert ("blocks", True, False) in {
+        (one["field"], one["expected"], one["ours"]) for one in verdict_on(case).failures
+    }
 
 
 PAIRS = [case for case in OPEN.values() if is_pair(case)]

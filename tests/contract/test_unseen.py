@@ -1,15 +1,17 @@
-"""Random scenarios, expected as the seed answers: each passes or deviates by a rule, as a case of the files would.
+"""Random cases, expected as the seed answers: each passes or deviates by a rule, as a case of the files would.
 
-Also a comparison of kv_core's manager with two naive models at once: where we differ from the seed, we do what
-`our_model` says.
+Also a comparison of kv_core's manager and of the transfer's plan with two naive models at once: where we differ from
+the seed, we do what `our_model` and `naive_exchange` say.
 """
 
+import json
 import os
 
 import pytest
 
 from contract.case import Case
 from contract.random_cases import FLAVOURS, random_case
+from contract.random_exchanges import QUESTIONS, random_exchange
 from contract.verdicts import RULES, verdict_on
 
 NUM_SHORT, NUM_LONG = 100, 5_000
@@ -68,3 +70,61 @@ def test_no_scenario_is_excused_without_its_rule(flavour, number):
     verdict = verdict_on(random_case(number, FLAVOURS[flavour]), [])
     assert verdict.status == "failed"
     assert len(RULES) > 0
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_unseen_questions_are_judged_by_the_rules(question):
+    judge_questions(question, range(NUM_SHORT))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_many_unseen_questions(question, record_property):
+    first = 1_000_000 * (1 + int(os.environ.get("KVFERRY_SEED", "0")))
+    record_property("statuses", judge_questions(question, range(first, first + NUM_LONG)))
+
+
+def judge_questions(question, numbers):
+    statuses = {"passed": 0, "deviates": 0}
+    for number in numbers:
+        verdict = verdict_on(random_exchange(number, question))
+        assert verdict.status in statuses, (number, verdict.reason, verdict.failures[:2])
+        statuses[verdict.status] += 1
+    assert min(statuses.values()) > 0
+    return statuses
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_no_question_is_excused_without_rules_or_with_another_answer(question):
+    """What deviates fails without rules, and when the case expects what neither the seed nor we give."""
+    for number in range(30):
+        case = random_exchange(number, question)
+        for deviation in verdict_on(case).deviations:
+            assert verdict_on(case, []).status == "failed"
+            verdict = verdict_on(otherwise(case, deviation))
+            excused = {(one.get("step"), one["field"]) for one in verdict.deviations}
+            # The other answer of two may be ours: then there is nothing to excuse.
+            other_is_ours = isinstance(deviation["ours"], bool) and deviation["field"] != "error"
+            is_passed = other_is_ours and (deviation.get("step"), deviation["field"]) not in excused
+            assert verdict.status == "failed" or is_passed, (number, deviation)
+
+
+def otherwise(case, deviation):
+    """The same case, but that another value is expected where it deviates."""
+    content = json.loads(json.dumps(case.content))
+    holder = content["steps"][deviation["step"]] if "step" in deviation else content
+    key = "expect_derived" if deviation.get("derived") else "expect"
+    expect = holder[key]
+    if deviation["field"] == "value":
+        holder[key] = not expect
+    elif deviation["field"] == "error":
+        holder[key] = {"ranks": [77], "picked": [77], "num_targets": 77, "element_counts": [77], "ok": False}
+    else:
+        expect[deviation["field"]] = changed(expect[deviation["field"]])
+    return Case(case.file, content)
+
+
+def changed(value):
+    if isinstance(value, bool):
+        return not value
+    return value + 77 if isinstance(value, int) else [*value, 77]

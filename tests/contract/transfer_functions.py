@@ -133,7 +133,8 @@ def check_alternate_window(args: Args) -> Args:
     """Whether a cache whose stages repeat these windows can be exchanged with one of another depth."""
     pattern = [8 * (1 + pool) for pool in args["pool_of_local_layer"]]
     ours, peer = (
-        _windowed(args[f"{side}_total_layers"], args[f"{side}_pp"], pattern, args["self_pp"]) for side in ("self", "dest")
+        _windowed(args[f"{side}_total_layers"], args[f"{side}_pp"], pattern, args["self_pp"])
+        for side in ("self", "dest")
     )
     if found := reasons(ours, peer):
         raise CallerError("; ".join(map(str, found)))
@@ -198,7 +199,9 @@ def iterate_block_range(args: Args) -> Args:
     every = Span(0, len(args["block_ids"]))
     blocks = BlockRange(every, tuple(map(BlockId, args["block_ids"])))
     out = torch.empty(len(every) * num_layers * num_planes * elements * pool.itemsize, dtype=torch.uint8)
-    AttentionFormatter("token_major").split(Chunk(0, Piece(share.layers, share.heads), every, len(out)), caches, blocks, out)
+    AttentionFormatter("token_major").split(
+        Chunk(0, Piece(share.layers, share.heads), every, len(out)), caches, blocks, out
+    )
     rows = out.view(pool.dtype).view(num_layers * num_planes, len(every), elements).transpose(0, 1).flatten(1)
     if not bool((rows == rows[:, :1]).all()):
         raise CallerError("a block's elements differ")
