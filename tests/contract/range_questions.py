@@ -15,7 +15,7 @@ from kv_core.ids import BlockId, RequestId
 from kv_core.request import Request
 from kv_core.spans import Span, ceil_div
 from kv_transfer.plan.plan import seen_by_next
-from kv_transfer.plan.ranges import block_range
+from kv_transfer.plan.ranges import HOLE, block_range
 
 
 class RangeQuestions(Questions):
@@ -49,7 +49,10 @@ class RangeQuestions(Questions):
             found[str(window)] = list(served.ids)
         return {"block_ids_per_window": found}
 
-    def _served(self, step: Step, window: int, key: list[int] | None) -> Sequence[BlockId | None]:
+    def _served(self, step: Step, window: int, key: list[int] | None) -> list[BlockId]:
+        return [HOLE if block_id is None else block_id for block_id in self._table_for(step, window, key)]
+
+    def _table_for(self, step: Step, window: int, key: list[int] | None) -> Sequence[BlockId | None]:
         """The table that serves a request's tokens, or those of a key; CallerError if nobody holds exactly them."""
         one = self._one(step)
         if key is None or one.tokens[: len(key)] == key:

@@ -25,7 +25,7 @@ from kv_transfer.plan.cache_state import FULL, ITEM_BYTES, LATENT, BlockLayout, 
 from kv_transfer.plan.compatibility import reasons
 from kv_transfer.plan.context import TokenShare
 from kv_transfer.plan.plan import Chunk, Piece, SessionPlan, counterparts, num_bytes_of, receive_plans, send_plans
-from kv_transfer.plan.ranges import BlockRange, block_range
+from kv_transfer.plan.ranges import HOLE, BlockRange, block_range
 from kv_transfer.plan.sizing import staging_bytes
 from kv_transfer.pools import PagedCaches, planes_of
 from kv_transfer.protocol.codec import decode, encode
@@ -162,7 +162,7 @@ def _windowed(num_layers: int, num_stages: int, pattern: list[int], num_repeats:
 # -- context-parallel blocks -----------------------------------------------------------------------------------------
 
 
-def context_blocks(args: Args) -> tuple[int, ...]:
+def context_blocks(args: Args) -> Sequence[int]:
     """The blocks of one context rank."""
     cut = "round_robin" if args.get("round_robin") else "contiguous"
     return TokenShare(cut, args["cp_size"], args["cp_rank"], 1, args["num_total_blocks"]).blocks
@@ -217,7 +217,8 @@ def iterate_sequence_blocks(args: Args) -> Args:
     )
     name = RequestId("prompt")
     assert manager.add(Request(name, tokens)) is not None
-    found = block_range(manager.block_ids(name, window.window), Span(0, len(tokens)), block)  # type: ignore[arg-type]
+    table = [HOLE if one is None else one for one in manager.block_ids(name, window.window)]
+    found = block_range(table, Span(0, len(tokens)), block)
     per_rank = {"tp": 1, "pp": 1, "cp": 1, "layers_per_pp": [config["num_layers"]], "attention_type": "default"}
     state = state_of(config | per_rank | {"kv_factor": 2, "enable_attention_dp": False})
     num_bytes = num_bytes_of(Span(0, state.num_layers), Span(0, state.num_kv_heads), Span(0, block), state)
@@ -255,6 +256,7 @@ def _ask(request_id: int, plan: SessionPlan) -> Ask:
         transfer_id=TransferId(f"{request_id:032x}"),
         prompt_key=b"key",
         tokens=plan.tokens,
+        num_tokens=plan.tokens.stop,
         pieces=plan.pieces,
         chunk_bytes=1 << 20,
         checksum=True,

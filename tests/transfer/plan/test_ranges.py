@@ -50,10 +50,3 @@ def test_a_range_has_one_id_per_ordinal():
 def test_no_tokens_are_no_blocks():
     assert block_range([], Span(0, 0), 4) == BlockRange(Span(0, 0), ())
     assert block_range([BlockId(3)], Span(2, 2), 4).ids == ()
-
-
-def test_a_block_that_a_window_dropped_is_refused_and_not_missed():
-    table = [None, None, BlockId(7), BlockId(8)]
-    assert block_range(table, Span(8, 15), 4) == BlockRange(Span(2, 4), (7, 8))
-    with pytest.raises(ValueError, match=r"dropped: wanted=\[7, 15\), dropped=1"):
-        block_range(table, Span(7, 15), 4)
