@@ -16,7 +16,6 @@ from contract import transfer_functions
 from contract.case import Case, UnknownKind
 from contract.judge import RAISED, Observation
 from contract.naive_exchange import HELPERS as EXCHANGE_HELPERS
-from contract.naive_forecast import our_remaining, seed_remaining
 from contract.naive_policy import naive_policy
 from kv_core.content import BlockContent, ItemPart, chop, item_parts
 from kv_core.errors import FerryError
@@ -213,7 +212,5 @@ HELPERS: dict[str, Any] = {
     "fraction": lambda number: Fraction(str(number)),
     "max_blocks": _seed_requirement,
     "naive_policy": naive_policy,
-    "our_remaining": our_remaining,
-    "seed_remaining": seed_remaining,
 }
 """What rules may use beside their case's values."""

@@ -105,8 +105,14 @@ class Verdict:
 
 
 def load_rules(path: Path) -> tuple[Rule, ...]:
-    """The rules of a TOML file; a missing or an unknown entry is an error."""
-    return tuple(Rule(**entry) for entry in tomllib.loads(path.read_text()).get("rule", []))
+    """The rules of a TOML file, groups of operations and fields written out; any other entry is an error."""
+    content = tomllib.loads(path.read_text())
+    groups: dict[str, list[str]] = content.get("groups", {})
+    entries = (
+        entry | {name: groups.get(str(entry[name]), entry[name]) for name in ("op", "field")}
+        for entry in content.get("rule", [])
+    )
+    return tuple(Rule(**entry) for entry in entries)
 
 
 def judge(observations: Iterable[Observation], rules: Sequence[Rule]) -> Verdict:

@@ -15,6 +15,7 @@ from contract.range_questions import RangeQuestions
 from contract.requests import CaseRequest
 from kv_core.errors import CallerError
 from kv_core.ids import BlockId, RequestId
+from kv_core.pins import Pin
 from kv_core.scheduling import Phase, Progress, blocks_to_completion
 from kv_core.tiers import Tier
 
@@ -88,7 +89,8 @@ class ManagerDriver(RangeQuestions):
     def op_rewind_kv_cache(self, step: Step) -> Answer:
         one = self._one(step)
         told = len(one.tokens)
-        self._manager.rewind(name_of(one), step["num_tokens"])
+        if not self._manager.rewind(name_of(one), step["num_tokens"]):
+            raise NotNow("rewind_kv_cache")
         if one.content is not None:
             length = self._manager.num_tokens(name_of(one))
             del one.tokens[min(told, length) :]
@@ -115,27 +117,40 @@ class ManagerDriver(RangeQuestions):
     def op_store_blocks_for_reuse(self, step: Step) -> Answer:
         one = self._one(step)
         self._manager.publish(name_of(one), partial=True)
-        pinned = self._pin(one, max(0, len(one.tokens) - 1)) if step.get("pin_blocks") else []
+        pinned = self._pin_stored(one) if step.get("pin_blocks") else []
         return {"pinned_block_ids": pinned} | self._table(one)
 
     def op_pin_blocks(self, step: Step) -> Answer:
-        self._pin(self._one(step), self._manager.num_tokens(name_of(self._one(step))))
+        self._pins.append(self._manager.pin(name_of(self._one(step))))
         return {}
 
-    def _pin(self, one: CaseRequest, num_tokens: int) -> list[BlockId]:
+    def _pin_stored(self, one: CaseRequest) -> list[BlockId]:
+        """Pin what storing entered into the tree, all but what holds the last token alone; the last window's ids."""
         pin = self._manager.pin(name_of(one))
-        ids = list(pin.block_ids[self._windows[-1]])
-        self._pins.append((pin, ids))
-        return ids[: -(-num_tokens // self._config["tokens_per_block"])]
+        num_stored = (
+            max(0, len(one.tokens) - 1 + self._config["tokens_per_block"] - 1) // self._config["tokens_per_block"]
+        )
+        behind = {}
+        for window, ids in pin.block_ids.items():
+            stored = set(self._manager.block_ids(name_of(one), window)[:num_stored])
+            behind[window] = [block_id for block_id in ids if block_id not in stored]
+        self._manager.unpin(pin, behind)
+        self._pins.append(pin)
+        return list(pin.block_ids[self._windows[-1]])
 
     def op_unpin_blocks_by_id(self, step: Step) -> Answer:
-        wanted = set(step["block_ids"])
-        for at, (pin, ids) in enumerate(self._pins):
-            if wanted == set(ids):
-                self._manager.unpin(pin)
-                del self._pins[at]
-                return {}
-        raise CallerError(f"no pin holds exactly these: ours={[ids for _, ids in self._pins]}, theirs={sorted(wanted)}")
+        """Each id is given up in the first window, by the oldest pin that has it."""
+        given: dict[Pin, list[BlockId]] = {}
+        window = self._windows[0]
+        for block_id in step["block_ids"]:
+            holders = (pin for pin in self._pins if block_id in pin.left(window).difference(given.get(pin, ())))
+            pin = next(holders, None)
+            if pin is None:
+                raise CallerError(f"no pin holds this: ours={[pin.block_ids for pin in self._pins]}, theirs={block_id}")
+            given.setdefault(pin, []).append(block_id)
+        for pin, block_ids in given.items():
+            self._manager.unpin(pin, {window: block_ids})
+        return {}
 
     def op_get_last_block_id(self, step: Step) -> Answer:
         return {"block_id": self._manager.block_ids(name_of(self._one(step)), self._windows[0])[-1]}

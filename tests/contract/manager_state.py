@@ -13,7 +13,7 @@ from contract.notnow import NotNow
 from contract.requests import CaseRequest, scope_of
 from kv_core.config import CacheType, ManagerConfig, WindowConfig
 from kv_core.forecast import limits, progress, prospect
-from kv_core.ids import BlockId, RequestId
+from kv_core.ids import RequestId
 from kv_core.layout import IndexSpec, cache_pools
 from kv_core.manager import KVCacheManager
 from kv_core.pins import Pin
@@ -61,7 +61,7 @@ class ManagerState:
         self._pools = cache_pools_of(self._config)
         self._windows = [one.window for one in self._manager.config.windows]
         self._requests: dict[int, CaseRequest] = {}
-        self._pins: list[tuple[Pin, list[BlockId]]] = []
+        self._pins: list[Pin] = []
         self._memory = TaggedMemory(self._config["tokens_per_block"])
         self._dry_run = self._manager.dry_run()
 

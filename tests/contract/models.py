@@ -10,11 +10,10 @@ from typing import Any
 from contract import range_models
 from contract.labels import shortened
 from contract.our_model import OurManager
-from contract.seed_manager import SeedManager, SeedSequence
+from contract.seed_manager import SeedManager
 from contract.seed_model import NoFreeBlock
 
 Answer = dict[str, Any]
-FORECASTS = ("get_needed_blocks_one_step", "get_remaining_blocks_to_completion")
 
 
 class Models:
@@ -27,47 +26,12 @@ class Models:
 
     def after(self, step: dict[str, Any]) -> dict[str, Any]:
         """What rules may use after this step."""
-        facts = self._facts(step) if step["op"] in FORECASTS else {}
         seed, ours = _answer(self._seed, step), _answer(self._ours, step)
         if seed.get("error", True):
             self._seed = None
         if ours.get("error", True):
             self._ours = None
-        return {"seed": seed, "ours": ours, "causes": sorted(self._causes)} | facts
-
-    def _facts(self, step: dict[str, Any]) -> Answer:
-        """What forecasts depend on, as the models have it."""
-        if self._seed is None or self._ours is None:
-            return {}
-        name, window = step["request_id"], step["window"]
-        number = [one.window for one in self._ours.windows].index(window)
-        one = self._ours.requests[name]
-        content = one.content or {}
-        added = name in self._ours.tables
-        length = one.num_tokens if added else 0
-        steps = 2 if step.get("two_steps_look_ahead") else 1
-        drafts, new = content.get("draft_len", 0), content.get("max_new_tokens", 0)
-        prompt = len(content.get("tokens", ())) or one.num_tokens
-        return {
-            "prompt": prompt,
-            "drafts": drafts,
-            "beams": one.beam_width,
-            "temporary": self._seed._temporary(self._seed.windows[number]),
-            "length": length,
-            "next_length": min(length + steps * (drafts + 1), prompt + new),
-            "longest": max(window, self._seed.config["max_sequence_length"]),
-            "listed": len(self._seed.windows[number].held[name].beams[0]) if added else 0,
-            "live": sum(block is not None for block in self._ours.tables[name][number][0]) if added else 0,
-            "held_hits": 0 if added else self._held_hits(one, number),
-        }
-
-    def _held_hits(self, one: SeedSequence, number: int) -> int:
-        assert self._ours is not None
-        if not self._ours.config["enable_block_reuse"] or one.content is None:
-            return 0
-        usable = len(one.tokens) - 1
-        nodes = self._ours.ours[number].walk(one.keys(usable, self._ours.size, False), usable)
-        return sum(block.refs > 0 for block in nodes)
+        return {"seed": seed, "ours": ours, "causes": sorted(self._causes)}
 
 
 def _range(model: SeedManager, step: dict[str, Any]) -> Answer:

@@ -1,4 +1,4 @@
-"""Forecasts as formulas of the specification, for rules (core spec 10.2, 10.3).
+"""Forecasts as formulas of the specification, for the models (core spec 10.2, 10.3).
 
 In:  lengths, a window, blocks that are listed or live.
 Out: blocks that the seed says are needed, and that we say are.

@@ -8,7 +8,8 @@ Law: nothing of the code under test is used. The seed: transfer spec 5.2, 5.3; o
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from contract.our_model import HOLE, OurManager, common
+from contract.our_model import OurManager
+from contract.our_window import HOLE, common
 from contract.seed_manager import SeedManager
 from contract.seed_model import Block, Key, NoFreeBlock
 

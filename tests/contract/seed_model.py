@@ -17,6 +17,10 @@ class NoFreeBlock(Exception):
     """The seed raises: no free blocks left, or another of its checks."""
 
 
+class TooMuchFound(NoFreeBlock):
+    """The seed raises: matched tokens and those of a connector leave nothing of the prompt (core spec 1.7)."""
+
+
 class Key(NamedTuple):
     """A block key (core spec 1.3)."""
 
@@ -50,6 +54,7 @@ class Block:
     refs: int = 0
     scheduling_refs: int = 0
     priority: int = DEFAULT_PRIORITY
+    rank: int = DEFAULT_PRIORITY
     duration: int | None = None
     expires: int | None = None
     name: Any = None
@@ -90,6 +95,7 @@ class SeedWindow:
         self.queue = list(self.blocks)
         self.held: dict[int, Held] = {}
         self.valid: dict[int, bool] = {}
+        self.scheduling_free = 0
         self.counts = dict.fromkeys(("alloc_total_blocks", "alloc_new_blocks", "reused_blocks", "missed_blocks"), 0)
         threshold = config.get("secondary_offload_min_priority")
         self.threshold = 30 if threshold is None else threshold
@@ -104,7 +110,7 @@ class SeedWindow:
         found = [block for block in self.queue if block.level == level]
         if not found:
             raise NoFreeBlock
-        return min(found, key=lambda block: block.priority)
+        return min(found, key=lambda block: block.rank)
 
     def claim(self, block: Block, priority: int | None = None, duration: int | None = None) -> None:
         if block in self.queue:
@@ -113,7 +119,9 @@ class SeedWindow:
         block.priority = block.priority if priority is None else priority
 
     def release(self, block: Block, to_front: bool = False) -> None:
+        """`rank` is the queue that it joins; a priority that is written later counts at the next release."""
         self.queue.insert(0 if to_front else len(self.queue), block)
+        block.rank = block.priority
         if block.duration is not None and block.priority != DEFAULT_PRIORITY:
             block.expires = self.clock.now + block.duration
 
@@ -122,7 +130,8 @@ class SeedWindow:
         for block in sorted(due, key=lambda one: one.expires or 0):
             self.queue.remove(block)
             self.queue.append(block)
-            block.priority, block.expires = DEFAULT_PRIORITY, None
+            block.priority = block.rank = DEFAULT_PRIORITY
+            block.expires = None
 
     # Tree (4).
 
@@ -182,7 +191,7 @@ class SeedWindow:
         block = self.victim(0)
         self.counts["alloc_total_blocks"] += 1
         self.counts["alloc_new_blocks"] += not block.has_tokens
-        can_offload = block.priority >= self.threshold and self.config["onboard_blocks"]
+        can_offload = block.rank >= self.threshold and self.config["onboard_blocks"]
         if block.has_tokens and can_offload and self.num_free(1):
             lower = self.victim(1)
             self.swap(block, lower)

@@ -10,11 +10,13 @@ import os
 import pytest
 
 from contract.case import Case
-from contract.random_cases import FLAVOURS, random_case
+from contract.flavours import FLAVOURS
+from contract.random_cases import random_case
 from contract.random_exchanges import QUESTIONS, random_exchange
 from contract.verdicts import RULES, verdict_on
 
-NUM_SHORT, NUM_LONG = 100, 5_000
+NUM_SHORT, NUM_LONG = 80, 1_500
+NUM_QUESTIONS, NUM_QUESTIONS_LONG = 100, 5_000
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
@@ -35,14 +37,15 @@ def judge_many(flavour, numbers):
         verdict = verdict_on(random_case(number, FLAVOURS[flavour]))
         assert verdict.status in statuses, (number, verdict.reason, verdict.failures[:2])
         statuses[verdict.status] += 1
-    assert statuses["passed"] > statuses["deviates"] > 0
+    assert statuses["passed"] > len(numbers) // 8
+    assert statuses["deviates"] > 0
     return statuses
 
 
 DEVIATING = [
     (flavour, number)
     for flavour in FLAVOURS
-    for number in range(60)
+    for number in range(16)
     if verdict_on(random_case(number, FLAVOURS[flavour])).status == "deviates"
 ]
 
@@ -74,14 +77,14 @@ def test_no_scenario_is_excused_without_its_rule(flavour, number):
 
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_unseen_questions_are_judged_by_the_rules(question):
-    judge_questions(question, range(NUM_SHORT))
+    judge_questions(question, range(NUM_QUESTIONS))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_many_unseen_questions(question, record_property):
     first = 1_000_000 * (1 + int(os.environ.get("KVFERRY_SEED", "0")))
-    record_property("statuses", judge_questions(question, range(first, first + NUM_LONG)))
+    record_property("statuses", judge_questions(question, range(first, first + NUM_QUESTIONS_LONG)))
 
 
 def judge_questions(question, numbers):

@@ -140,10 +140,7 @@ class NaiveManager:
         if inside:
             wanted = source[0] if length > (len(path) - 1) * T else path[whole + 1]
         num_blocks = ceil_div(sequence.num_tokens, T)
-        shared = num_blocks
-        if sequence.beam_width > 1 and self.config.cache_type.value != "cross":
-            ends = sequence.num_tokens % T == 0 and not self.config.reuse
-            shared = num_blocks if ends else num_blocks - 1
+        shared = window.num_shared(sequence)
         empty = sum(1 if at < shared else sequence.beam_width for at in range(whole, num_blocks))
         claimed = [node.block for node in path[start + 1 : whole + 1]]
         lower = sum(block.tier > 0 for block in claimed)
@@ -153,7 +150,7 @@ class NaiveManager:
             block = wanted.block
             needed = block.held or block.hidden
             on_device = block.tier == 0 and not needed
-            if not needed and window.is_leaf(wanted) and sequence.beam_width == 1:
+            if not needed and window.is_leaf(wanted) and whole < shared:
                 is_partial = len(wanted.tokens) < T
                 takes_over = is_partial or not self.config.copy_on_partial or empty + lower > available - on_device
             available -= on_device
@@ -212,7 +209,7 @@ class NaiveManager:
             if ordinal == whole and own is not None:
                 own.owners += 1
                 self.wish_private(window, sequence, ordinal, own, keep=True)
-                table.entries.append(Entry([own]))
+                table.entries.append(Entry([own] * sequence.beam_width))
             elif ordinal < plan["shared"]:
                 block = next(fresh)
                 self.own(window, sequence, ordinal, [block])

@@ -11,6 +11,7 @@ from itertools import count
 
 from kv_core.config import ManagerConfig
 from kv_core.retention import DEFAULT_PRIORITY, MIN_PRIORITY
+from kv_core.spans import ceil_div
 
 REACH = 16
 TRANSIT = -1
@@ -259,9 +260,17 @@ class NaiveWindow:
             if child is None:
                 break
             path.append(child)
-        partial = self.config.partial_reuse and (self.config.copy_on_partial or sequence.beam_width == 1)
+        can_serve = self.config.copy_on_partial or len(path) - 1 < self.num_shared(sequence)
+        partial = self.config.partial_reuse and can_serve
         source = self.source(sequence, path[-1], len(path) - 1, num_tokens) if partial else None
         return path, source
+
+    def num_shared(self, sequence):
+        """Leading blocks that all beams share."""
+        num_blocks = ceil_div(sequence.num_tokens, self.T)
+        if sequence.beam_width == 1 or self.config.cache_type.value == "cross":
+            return num_blocks
+        return num_blocks if sequence.num_tokens % self.T == 0 and not self.config.reuse else num_blocks - 1
 
     def source(self, sequence, parent, ordinal, num_tokens):
         tokens, items = self.cut(sequence, ordinal, num_tokens)

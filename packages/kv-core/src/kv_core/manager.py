@@ -152,7 +152,7 @@ class KVCacheManager:
         if pin not in self._pins:
             raise CallerError("this pin was given back before, or another manager gave it")
         for size, block_ids in (blocks or {}).items():
-            pin.check_holds(size, block_ids)
+            pin.check_left(size, block_ids)
         for size, block_ids in (pin.block_ids if blocks is None else blocks).items():
             pin.give_up(self._registry.window(size), block_ids)
         if not pin.held:

@@ -42,7 +42,7 @@ class Pin:
 
     def __init__(self, held: list[Held]) -> None:
         self.held = held
-        self.waiting: dict[int, set[int]] = {held.window.size: set() for held in held}
+        self.waiting: dict[int, set[BlockId]] = {held.window.size: set() for held in held}
 
     @property
     def block_ids(self) -> dict[int, tuple[BlockId, ...]]:
@@ -52,9 +52,13 @@ class Pin:
             found[held.window.size] += tuple(BlockId(block_id) for block_id in held.path + held.private)
         return found
 
-    def check_holds(self, size: int, block_ids: Collection[BlockId]) -> None:
+    def left(self, size: int) -> set[BlockId]:
+        """What may still be given up in the window of this length."""
+        return set(self.block_ids.get(size, ())) - self.waiting.get(size, set())
+
+    def check_left(self, size: int, block_ids: Collection[BlockId]) -> None:
         """CallerError for blocks that are not in this pin, or were given up before."""
-        left = set(self.block_ids.get(size, ())) - self.waiting.get(size, set())
+        left = self.left(size)
         if not left.issuperset(block_ids):
             raise CallerError(f"not pinned: window={size}, ours={sorted(left)}, theirs={sorted(block_ids)}")
 
@@ -62,7 +66,7 @@ class Pin:
         """Let go of these blocks of one window, as far as nothing that is kept hangs on them."""
         waiting = self.waiting[window.size]
         waiting.update(block_ids)
-        given = set(waiting)
+        given = waiting.copy()
         if not window.is_sliding:
             given = set(takewhile(waiting.__contains__, reversed(self.block_ids[window.size])))
         waiting -= given

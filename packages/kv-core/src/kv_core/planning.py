@@ -82,8 +82,11 @@ def match(window: Window, sequence: Sequence, table: Table, num_tokens: int) -> 
     log, config = sequence.log, window.config
     if log is None or not num_tokens:
         return Match(table.root, 0, 0, None)
-    partial = config.partial_reuse and (config.copy_on_partial or sequence.beam_width == 1)
-    return window.tree.match(table.root, log, num_tokens, window.may_serve_in_part if partial else None)
+    eligible = window.may_serve_in_part if config.partial_reuse else None
+    found = window.tree.match(table.root, log, num_tokens, eligible)
+    if not config.copy_on_partial and found.num_blocks >= num_shared_blocks(window, sequence):
+        return found._replace(source=None)  # each beam would have to take the block over
+    return found
 
 
 def longest(window: Window, found: Match, limit: int) -> int:
@@ -127,14 +130,15 @@ def plan(window: Window, sequence: Sequence, found: Match, length: int) -> Plan:
     takes_over = False
     if source is not None:
         is_free = not source.run.is_needed
-        takes_over = _prefers_to_take_over(window, sequence, source, num_empty + num_onboarded, available)
+        is_shared = num_whole < num_shared_blocks(window, sequence)
+        takes_over = is_shared and _prefers_to_take_over(window, source, num_empty + num_onboarded, available)
         available -= is_free and source.run.tier == Tier.DEVICE
         if takes_over:
             num_empty -= 1
             num_claimed += is_free and source.run.tier == Tier.DEVICE
             num_onboarded += source.run.tier != Tier.DEVICE
     num_reused = num_missed = 0
-    if window.config.reuse:
+    if window.config.reuse and sequence.log is not None:
         num_reused = num_whole + (source is not None)
         num_missed = num_positions - (source is not None)
     num_needed = num_empty + num_onboarded
@@ -210,9 +214,9 @@ def _path_source(window: Window, found: Match, length: int) -> Source | None:
     return source
 
 
-def _prefers_to_take_over(window: Window, sequence: Sequence, source: Source, needed: int, available: int) -> bool:
+def _prefers_to_take_over(window: Window, source: Source, needed: int, available: int) -> bool:
     """Whether the block itself becomes the request's: if it is not full, or if it cannot be copied (core spec D35)."""
-    if source.run.is_needed or not source.is_leaf or sequence.beam_width > 1:
+    if source.run.is_needed or not source.is_leaf:
         return False
     if source.run.is_partial or not window.config.copy_on_partial:
         return True
