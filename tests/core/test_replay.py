@@ -81,13 +81,23 @@ def test_the_command_prints_a_table_and_writes_a_file(tmp_path, capsys):
     arguments = [str(trace_file(tmp_path)), "--device", "10,2000", "--order", "lru,belady", "--csv", str(file)]
     assert main([*arguments, "--keep", "0:1024:80"]) == 0
     table = capsys.readouterr().out.splitlines()
-    assert len(table) == 5
-    assert table[1].split()[:2] == ["lru", "10"]
+    assert len(table) == 6
+    assert table[2].split()[:2] == ["lru", "10"]
     with file.open() as lines:
         rows = list(csv.DictReader(lines))
     assert [one["order"] for one in rows] == ["lru", "belady", "lru", "belady"]
     assert tuple(rows[0]) == COLUMNS
     assert rows[2]["hit_rate"] == rows[2]["ceiling_rate"] == rows[3]["hit_rate"]
+
+
+def test_the_table_says_what_moved_into_each_tier(tmp_path, capsys):
+    path = str(trace_file(tmp_path))
+    found = outcome(Setting("lru", 10, host=200))
+    assert main([path, "--device", "10", "--host", "200", "--order", "lru", "--bytes-per-token", "1000000"]) == 0
+    *_, device, host, disk, _ = capsys.readouterr().out.splitlines()[-1].split()
+    gigabytes = [found.num_moved_into(tier) * 0.512 for tier in Tier]
+    assert [float(device), float(host), float(disk)] == pytest.approx(gigabytes, abs=0.06)
+    assert min(gigabytes[:2]) > 0 == gigabytes[2]
 
 
 def test_bytes_of_a_row():

@@ -69,6 +69,10 @@ class Outcome:
     def ceiling_rate(self) -> float:
         return self.num_ceiling / self.num_blocks if self.num_blocks else 0.0
 
+    def num_moved_into(self, tier: Tier) -> int:
+        """Blocks that were copied to this tier, from whichever one."""
+        return sum(count for (_, to), count in self.moved.items() if to == tier)
+
 
 def replay(
     requests: Sequence[TraceRequest],
@@ -261,15 +265,15 @@ def row(outcome: Outcome, block_bytes: int) -> tuple[str, ...]:
 def report(outcomes: Sequence[Outcome], options: Options, out: TextIO) -> None:
     """The table for people, and the CSV file if asked for."""
     block_bytes = options.tokens_per_block * options.bytes_per_token
-    print(
-        f"{'order':8} {'device':>8} {'host':>8} {'disk':>8} {'hits':>8} {'ceiling':>8} {'moved GB':>9} refused",
-        file=out,
-    )
+    print(f"{'':8} {'blocks of a tier':>26} {'':17} {'GB moved into a tier':>26}", file=out)
+    tiers = f"{'device':>8} {'host':>8} {'disk':>8}"
+    print(f"{'order':8} {tiers} {'hits':>8} {'ceiling':>8} {tiers} refused", file=out)
     for one in outcomes:
-        setting, moved = one.setting, sum(one.moved.values()) * block_bytes / 1e9
+        setting = one.setting
         blocks = f"{setting.device:8} {setting.host:8} {setting.disk:8}"
         rates = f"{one.hit_rate:8.1%} {one.ceiling_rate:8.1%}"
-        print(f"{setting.order:8} {blocks} {rates} {moved:9.1f} {one.num_refused:7}", file=out)
+        moved = " ".join(f"{one.num_moved_into(tier) * block_bytes / 1e9:8.1f}" for tier in Tier)
+        print(f"{setting.order:8} {blocks} {rates} {moved} {one.num_refused:7}", file=out)
     if options.csv is not None:
         with options.csv.open("w", newline="") as file:
             writer = csv.writer(file)
