@@ -37,7 +37,19 @@ def naive_policy(config: dict[str, Any], past: list[dict[str, Any]], keeps_durat
             _refresh(queue, now)
     victims = {level: _victim(queue, level) for level in (0, 1)}
     free = {level: sum(one.level == level for one in queue) for level in (0, 1)}
-    return {"priorities": [one.priority for one in blocks], "victims": victims, "free": free}
+    threshold = config.get("secondary_offload_min_priority")
+    least = 30 if threshold is None else threshold
+    return {
+        "priorities": [one.priority for one in blocks],
+        "victims": victims,
+        "can_offload": {
+            level: level == 0 and victim is not None and blocks[victim].priority >= least
+            for level, victim in victims.items()
+        },
+        "free": free,
+        "queued": [one.block_id for one in queue],
+        "now": now,
+    }
 
 
 def _claim(block: _Block, queue: list[_Block], step: dict[str, Any], keeps_duration: bool) -> None:

@@ -13,6 +13,8 @@ from contract.case import Case
 from contract.flavours import FLAVOURS
 from contract.random_cases import random_case
 from contract.random_exchanges import QUESTIONS, random_exchange
+from contract.random_functions import ARGUMENTS, random_question
+from contract.random_policy import random_policy
 from contract.verdicts import RULES, verdict_on
 
 NUM_SHORT, NUM_LONG = 80, 1_500
@@ -73,6 +75,51 @@ def test_no_scenario_is_excused_without_its_rule(flavour, number):
     verdict = verdict_on(random_case(number, FLAVOURS[flavour]), [])
     assert verdict.status == "failed"
     assert len(RULES) > 0
+
+
+@pytest.mark.parametrize("first", [0, pytest.param(1_000_000, marks=pytest.mark.long)])
+def test_unseen_orders_are_judged_by_the_rules(first):
+    statuses = {"passed": 0, "deviates": 0}
+    for number in range(first, first + (800 if first == 0 else NUM_QUESTIONS_LONG)):
+        verdict = verdict_on(random_policy(number))
+        assert verdict.status in statuses, (number, verdict.reason, verdict.failures[:2])
+        statuses[verdict.status] += 1
+    assert min(statuses.values()) > 0
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_unseen_functions_are_judged_by_the_rules(name):
+    judge_functions(name, range(NUM_QUESTIONS))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_many_unseen_functions(name):
+    first = 1_000_000 * (1 + int(os.environ.get("KVFERRY_SEED", "0")))
+    judge_functions(name, range(first, first + NUM_QUESTIONS_LONG))
+
+
+def judge_functions(name, numbers):
+    """Each passes or deviates; what deviates fails without rules, and where the case expects something else."""
+    for number in numbers:
+        case = random_question(number, name)
+        verdict = verdict_on(case)
+        assert verdict.status in ("passed", "deviates"), (number, verdict.reason, verdict.failures[:2])
+        if verdict.status == "deviates":
+            assert verdict_on(case, []).status == "failed"
+            expect = case.content["expect"]
+            if expect != {"error": True}:
+                other = Case(case.file, case.content | {"expect": another(expect)})
+                assert verdict_on(other).status == "failed", number
+
+
+def another(value):
+    """Another value of the same shape."""
+    if isinstance(value, dict):
+        return {key: item if key == "tolerance" else another(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [another(item) for item in value] or [["00", 0]]
+    return 77 if value is None else value + "0" if isinstance(value, str) else value + 1
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
