@@ -3,8 +3,8 @@
 In:  a CacheState, and a Form in which each rank's engine keeps its tensors.
 Out: a World: the caches of all ranks of one instance with one block table; `moves` of a plan as counts.
 Law: a tag is a function of (layer, plane, head, token, element) alone, so a moved element can be judged by its place.
-Tags are written and read by indexing single planes, never by the code under test. So are the tokens a rank holds: block
-by block and layer by layer, from the rules of the spec (5.9, 5.12), never from the plan.
+Tags are written and read by indexing planes, never by the code under test. So are the tokens a rank holds: by block and
+layer, from the rules of the spec (5.9, 5.12), never from the plan.
 """
 
 from collections.abc import Iterable
@@ -101,8 +101,9 @@ def windows_of(state: CacheState, share: Share) -> tuple[int, ...]:
 def fill(world: World, tokens: Span, group: int = 0) -> None:
     """Writes the tags of these tokens into the blocks of every rank of the group; of all layers, windows or not."""
     for rank in world.state.parallel.ranks_of(group):
-        for plane, tagged in _tagged_planes(world, rank, tokens, is_windowed=False):
-            _words(plane).copy_(tagged)
+        for planes, tagged in _tagged_planes(world, rank, tokens, is_windowed=False):
+            for plane, content in zip(planes, tagged, strict=True):
+                plane.copy_(content)
 
 
 def misplaced(world: World, tokens: Span, group: int = 0) -> int:
@@ -113,9 +114,9 @@ def misplaced(world: World, tokens: Span, group: int = 0) -> int:
     """
     holders = world.state.parallel.ranks_of(group)
     return sum(
-        int((_words(plane) != tagged).sum())
+        int((torch.stack(planes) != tagged).sum())
         for rank in world.caches
-        for plane, tagged in _tagged_planes(world, rank, tokens if rank in holders else Span(0, 0), is_windowed=True)
+        for planes, tagged in _tagged_planes(world, rank, tokens if rank in holders else Span(0, 0), is_windowed=True)
     )
 
 
@@ -132,14 +133,9 @@ def wanted(world_state: CacheState, rank: Rank, tokens: Span, length: int) -> np
     """The counts that `moves` must give for one receiving rank of a sequence of this length."""
     share, world = world_state.share_of(rank), World(world_state, {}, (), length)
     counts = np.zeros((world_state.num_layers, world_state.num_kv_heads, tokens.stop + 1), dtype=np.int64)
-    own, size = set(world.blocks_of(rank)), world_state.tokens_per_block
     for layer in share.layers:
-        window = world_state.window_of(layer)
-        first = tokens.stop - window + 1 if window else 0
-        if not world_state.layout.is_plain:
-            first = first // size * size
-        held = [token for token in tokens if token >= first and token // size in own]
-        counts[layer, share.heads.start : share.heads.stop, held] = 1
+        held, _ = _held(world, rank, tokens, world_state.window_of(layer))
+        counts[layer, share.heads.start : share.heads.stop, held.numpy()] = 1
     return counts
 
 
@@ -169,48 +165,56 @@ def _contiguous_owner(block: int, num_blocks: int, ranks: int) -> int:
     return next(rank for rank in range(ranks) if block < sum(shares[: rank + 1]))
 
 
-def _tagged_planes(world: World, rank: Rank, tokens: Span, *, is_windowed: bool) -> Iterable[tuple[Tensor, Tensor]]:
-    """Each plane of one rank, and what it must hold, as words."""
-    caches, size = world.caches[rank], world.state.tokens_per_block
-    own = {block: local for local, block in enumerate(world.blocks_of(rank))}
-    for number, plane in enumerate(caches.planes):
-        layer, kind = caches.first_layer + number // caches.num_planes, number % caches.num_planes
-        window = world.state.window_of(layer)
-        first = tokens.stop - window + 1 if window and is_windowed else 0
-        if not world.state.layout.is_plain:
-            first = first // size * size
-        held = [token for token in tokens if token >= first and token // size in own]
-        table = world.table_of(window)
-        slots = [(table[own[token // size]], token % size) for token in held]
-        yield plane, _tagged_plane(world, caches, (layer, kind), held, slots, _words(plane))
+def _tagged_planes(
+    world: World, rank: Rank, tokens: Span, *, is_windowed: bool
+) -> Iterable[tuple[list[Tensor], Tensor]]:
+    """The planes of each window of one rank, and what they must hold, [P, B, T, H, D]; both as words."""
+    state, caches = world.state, world.caches[rank]
+    by_window: dict[int, list[int]] = {}
+    for number in range(len(caches.planes)):
+        layer = caches.first_layer + number // caches.num_planes
+        by_window.setdefault(state.window_of(layer), []).append(number)
+    for window, numbers in by_window.items():
+        held, ordinals = _held(world, rank, tokens, window if is_windowed else 0)
+        blocks = torch.tensor(world.table_of(window), dtype=torch.int64)[ordinals]
+        yield [_words(caches.planes[number]) for number in numbers], _tagged(state, caches, numbers, held, blocks)
 
 
-def _tagged_plane(
-    world: World,
-    caches: PagedCaches,
-    layer_and_kind: tuple[int, int],
-    held: list[int],
-    slots: list[tuple[BlockId, int]],
-    words: Tensor,
-) -> Tensor:
-    size, head_size = world.state.tokens_per_block, world.state.head_size
-    num_blocks, num_heads = words.shape[0], words.shape[2]
-    tagged = torch.full((num_blocks, size, num_heads, head_size * words.itemsize), FILLER, dtype=torch.uint8)
-    elements = tagged.view(words.dtype)
-    if held:
-        blocks, within = torch.tensor(slots, dtype=torch.int64).unbind(1)
+def _held(world: World, rank: Rank, tokens: Span, window: int) -> tuple[Tensor, Tensor]:
+    """The tokens that the rank holds, of those that the one after them sees; and which of its own blocks has each."""
+    size = world.state.tokens_per_block
+    first = max(tokens.start, tokens.stop - window + 1) if window else tokens.start
+    if not world.state.layout.is_plain:
+        first = max(tokens.start, first // size * size)
+    token = torch.arange(min(first, tokens.stop), tokens.stop)
+    own = torch.tensor(world.blocks_of(rank), dtype=torch.int64)
+    held = token[torch.isin(token // size, own)]
+    return held, torch.searchsorted(own, held // size)
+
+
+def _tagged(state: CacheState, caches: PagedCaches, numbers: list[int], held: Tensor, blocks: Tensor) -> Tensor:
+    """Planes with the tags of these tokens in these blocks, and filler everywhere else."""
+    size, dtype = state.tokens_per_block, WORDS[caches.planes[0].dtype.itemsize]
+    shape = (len(numbers), caches.num_blocks, size, len(caches.heads), state.head_size)
+    tagged = _filler("PBTHD", dict(zip("PBTHD", shape, strict=True)), dtype)
+    if len(held):
         heads = torch.arange(caches.heads.start, caches.heads.stop)
-        elements[blocks, within] = _tags(layer_and_kind, torch.tensor(held), heads, head_size, words.dtype)
+        tagged[:, blocks, held % size] = _tags(_plane_ids(caches, numbers), held, heads, state.head_size, dtype)
     if caches.tile == PLAIN:
-        return elements
-    return elements.transpose(1, 2).reshape(num_blocks, 1, num_heads, size * head_size)
+        return tagged
+    return tagged.transpose(2, 3).reshape(len(numbers), caches.num_blocks, 1, len(caches.heads), -1)
 
 
-def _tags(layer_and_kind: tuple[int, int], token: Tensor, heads: Tensor, head_size: int, dtype: torch.dtype) -> Tensor:
-    """[tokens, heads, head_size]; distinct for 4 bytes and more, scrambled by a prime for fewer, never the filler."""
-    layer, kind = layer_and_kind
-    place = (layer * 2 + kind) * 64 + heads[None, :, None]
-    tags = (place * 256 + token[:, None, None]) * 16 + torch.arange(head_size)[None, None, :]
+def _plane_ids(caches: PagedCaches, numbers: list[int]) -> Tensor:
+    """A number for each (layer, kind) of the whole model."""
+    number = torch.tensor(numbers)
+    return (caches.first_layer + number // caches.num_planes) * 2 + number % caches.num_planes
+
+
+def _tags(plane: Tensor, token: Tensor, heads: Tensor, head_size: int, dtype: torch.dtype) -> Tensor:
+    """[P, tokens, H, D]; distinct for 4 bytes and more, scrambled by a prime for fewer, never the filler."""
+    place = plane[:, None, None, None] * 64 + heads[:, None]
+    tags = (place * 256 + token[:, None, None]) * 16 + torch.arange(head_size)
     return (
         tags.to(dtype) if dtype.itemsize >= 4 else (tags * 7919 % (FILLER if dtype.itemsize == 1 else 32749)).to(dtype)
     )
