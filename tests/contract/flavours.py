@@ -25,6 +25,7 @@ class Flavour:
     beams: int = 1
     setups: bool = False
     cross: bool = False
+    windows: tuple[tuple[str, str], ...] = (("8", "32"),)
 
     @property
     def ranges(self) -> bool:
@@ -35,7 +36,8 @@ class Flavour:
         num_host = random.choice([0, 2, 4]) if self.host else 0
         windows = {"32": [random.choice([4, 6, 8]), num_host]}
         if self.sliding:
-            windows = {"8": [random.choice([6, 8]), 0]} | ({"32": [8, 0]} if random.random() < 0.5 else {})
+            first, second = random.choice(self.windows)
+            windows = {first: [random.choice([6, 8]), 0]} | ({second: [8, 0]} if random.random() < 0.5 else {})
         config = {
             "target": "kv_cache_manager",
             "num_layers": 2,
@@ -83,6 +85,12 @@ FLAVOURS = {
     "events": Flavour(("events",) * 2, events=True, host=True),
     "ranges": Flavour(("range",) * 3),
     "ranges of windows": Flavour(("range",) * 3, sliding=True),
+    "two windows": Flavour(
+        ("rewind", "add_token", "find", "valid", "counters", "dry_run"),
+        sliding=True,
+        windows=(("8", "16"), ("8", "12")),
+    ),
+    "odd windows": Flavour(("rewind", "find", "store_for_reuse"), sliding=True, windows=(("6", "32"), ("7", "13"))),
     "questions": Flavour(("find", "find_new", "counters", "inspect_request", "last_block", "valid", "verify")),
     "pins": Flavour(("pin",) * 2 + ("store_for_reuse",) * 2 + ("unpin",) * 4),
     "rewinds": Flavour(("rewind",) * 3 + ("add_token", "append", "store_new", "store_for_reuse")),

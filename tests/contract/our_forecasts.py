@@ -23,7 +23,7 @@ class Forecasts(Growing):
                 return {"value": 0}
             longest = max(step["window"], self.config["max_sequence_length"])
             wanted = one.num_tokens + self._num_growing(one, step)
-            if wanted > longest:
+            if wanted > longest or wanted < one.num_tokens:
                 self.causes.add("core-D62")
             stop = max(one.num_tokens, min(wanted, longest))
             return {"value": (ceil_div(stop, self.size) - ceil_div(one.num_tokens, self.size)) * one.beam_width}

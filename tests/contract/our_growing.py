@@ -19,25 +19,31 @@ class Growing(Publishing):
         one.num_tokens += 1
         for number, window in enumerate(self.ours):
             table = self.tables[one.request_id][number]
-            while window.is_sliding and one.num_tokens - self._front(table) * self.size >= window.window + self.size:
+            stop = front = self._front(table)
+            while window.is_sliding and one.num_tokens - stop * self.size >= window.window + self.size:
+                stop += 1
+            if stop > front:
                 if one.beam_width > 1:
                     raise NoFreeBlock
-                self._detach(window, one, number, self._front(table))
+                self._detach(window, one, number, stop)
             if (one.num_tokens - 1) % self.size == 0:
                 for beam, block in zip(table, window.take_many([decode_wish(one)] * len(table)), strict=True):
                     beam.append(block)
 
-    def _detach(self, window: OurWindow, one: SeedSequence, number: int, front: int) -> None:
-        """A sliding window stores what it is about to let go of, then drops it (D1, D32)."""
-        filled = min(len(one.tokens), (front + 1) * self.size)
-        if self.config["enable_block_reuse"] and front >= self.published[one.request_id][number]:
+    def _detach(self, window: OurWindow, one: SeedSequence, number: int, stop: int) -> None:
+        """A sliding window stores what it is about to let go of, then drops it, the last first (D1, D25, D32)."""
+        self.causes.update(["core-D25"] if len(self.windows) > 1 else [])
+        filled = min(len(one.tokens), stop * self.size)
+        if self.config["enable_block_reuse"] and stop > self.published[one.request_id][number]:
             self.causes.update(("core-D1", "core-D32"))
             if one.content is not None and not one.content.get("is_dummy"):
                 self._enter(window, one, number, one.keys(filled, self.size, False))
-        block = self.tables[one.request_id][number][0][front]
-        assert block is not None
-        window.let_go(block)
-        self.tables[one.request_id][number][0][front] = None
+        table = self.tables[one.request_id][number][0]
+        if stop - self._front([table]) > 1:
+            self.causes.add("core-D32")  # the seed gives the beginning up first, without which the rest is of no use
+        for at in range(stop - 1, self._front([table]) - 1, -1):
+            window.let_go(held(table[at]))
+            table[at] = None
 
     def op_rewind_kv_cache(self, step: Step) -> Answer:
         one = self._one(step)

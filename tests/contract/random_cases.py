@@ -107,7 +107,8 @@ class _Scenario:
         return [{"op": "make_request", "request_id": request_id, "request": self._a_request(), "beam_width": 1}]
 
     def _some_tokens(self) -> list[int]:
-        random, length = self._random, self._random.randint(1, 14)
+        random = self._random
+        length = random.randint(1, 22 if self._flavour.sliding and random.random() < 0.3 else 14)
         start = random.choice([0, 0, 0, 50])
         tokens = list(range(start, start + length))
         if random.random() < 0.3:
