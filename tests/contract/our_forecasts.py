@@ -35,10 +35,10 @@ class Forecasts(Growing):
         one, window = self._one(step), self._window(step)
         if self.config["cache_type"] == "cross":
             return super().op_get_remaining_blocks_to_completion(step)
-        if window.is_sliding:
-            self.causes.add("core-D26")
         tables = self.tables.get(one.request_id)
         live = sum(block is not None for block in tables[self.windows.index(window)][0]) if tables else 0
+        if window.is_sliding or live > ceil_div(one.told_length + one.max_new, self.size):
+            self.causes.add("core-D26")
         needed = our_remaining(*self._lengths(one, window), live, *self._width(one))
         return {"value": max(0, needed - self._held_hits(one, step))}
 

@@ -83,6 +83,8 @@ class OurManager(Forecasts):
             found: Block | None = cursor.children.get(key) if len(key.tokens) == self.size else None
             if found is None and at == len(keys) - 1:
                 found = window.best(cursor.children.values(), key)[1]
+            if found is None and window.best(cursor.children.values(), key)[1] is not None:
+                self.causes.add("core-D9")
             if found is None:
                 return {"found": False, "chain_block_ids": []}
             chain.append(None if found.block_id == HOLE else found.block_id)

@@ -167,6 +167,11 @@ class SeedManager(SeedForecasts):
     def op_get_events(self, step: Step) -> Answer:
         return {"events": self.log.take()}
 
+    def op_fill_block(self, step: Step) -> None:
+        """What blocks hold is not modelled; how many are free is told after every step."""
+
+    op_clear_block = op_check_block_content = op_get_layer_to_pool_mapping = op_fill_block
+
     def op_get_counters(self, step: Step) -> Answer:
         primary = sum(counts[0] for counts in self.config["blocks_per_window"].values())
         return self._counts() | {"used_blocks": primary - sum(window.num_free() for window in self.windows)}
