@@ -133,7 +133,7 @@ class OurWindow(SeedWindow):
         room: list[Room] = []
         for block in chosen:
             if block not in moving:
-                block.level = level
+                block.level, block.duration, block.expires = level, None, None
                 room.append((block, self.drop_content(block)))
         places = dict(room)
         below = self.make_room(level + 1, len(moving), 0) if moving else []
