@@ -21,6 +21,7 @@ from contract.naive_exchange import (
     seed_takes_windows,
     widths_are_powers_of_two,
 )
+from contract.naive_ranks import seed_pair
 
 Content = dict[str, Any]
 BUFFER_BYTES = 1 << 20
@@ -199,6 +200,55 @@ def _targets(random: Random, config: Content, index: int) -> Content:
     return {"op": "get_or_allocate_buffers", "side": "send", "index": index, "target_sizes": sizes, "expect": expect}
 
 
+# -- pairs ---------------------------------------------------------------------------------------------------------
+
+
+def _pairs(random: Random) -> Content:
+    """One request moved between two small instances, and what both sides make of it."""
+    is_latent, num_layers = random.random() < 0.4, random.randint(2, 5)
+    num_heads = 1 if is_latent else random.choice([1, 2, 4])
+    context = _cut(random, num_layers, num_heads, 1, odd=False)
+    generation = _cut(random, num_layers, num_heads, random.choice([1, 1, 2]) if is_latent else 1, odd=False)
+    config = {
+        "target": "transfer_pair",
+        "num_layers": num_layers,
+        "num_kv_heads": num_heads,
+        "size_per_head": 4,
+        "tokens_per_block": 4,
+        "kv_factor": 1 if is_latent else 2,
+        "attention_type": "mla" if is_latent else "default",
+        "dtypes": [random.choice(["float", "int8"])],
+        "context": _instance(context),
+        "generation": _instance(generation),
+    }
+    dp_ranks = {
+        f"{side}_dp_rank": cut["dp_rank"] if cut["enable_attention_dp"] else None
+        for side, cut in (("context", context), ("generation", generation))
+    }
+    request = {"id": 0, "length": random.randint(9, 24)} | dp_ranks
+    step = {"op": "transfer_requests", "requests": [request], "repeat": 1}
+    plan = _plan_of(config, dp_ranks)
+    expect = {"expect": {"all_generation_blocks_match": True}, "expect_derived": {"plans": [dp_ranks | plan]}}
+    return {"kind": "scenario", "config": config, "steps": [step | expect]}
+
+
+def _instance(cut: Content) -> Content:
+    kept = ("tp", "pp", "cp", "layers_per_pp", "enable_attention_dp")
+    return {key: cut[key] for key in kept} | {"kv_heads_per_rank": cut["num_kv_heads"]}
+
+
+def _plan_of(config: Content, dp_ranks: Content) -> Content:
+    """The seed's answers, rank by rank."""
+    found = seed_pair(config, dp_ranks)
+    sides: dict[str, list[Content]] = {"senders": [], "receivers": []}
+    for name, values in found.items():
+        side, field = name.split(".")
+        sides[side] = sides[side] or [{} for _ in values]
+        for entry, value in zip(sides[side], values, strict=True):
+            entry[field] = value
+    return sides
+
+
 def _function(name: str, args: Content, expect: Any) -> Content:
     return {"kind": "function", "fn": name, "args": args, "expect": expect}
 
@@ -212,4 +262,5 @@ QUESTIONS: dict[str, Callable[[Random], Content]] = {
     "windows": _windows,
     "equality": _equality,
     "buffers": _buffers,
+    "pairs": _pairs,
 }
