@@ -14,7 +14,7 @@ import torch
 from contract.case import UnknownKind
 from contract.transfer_states import Args, even_length, exchanging_pair, group_of, pair_of, state_of
 from kv_core.config import ManagerConfig, WindowConfig
-from kv_core.errors import CallerError
+from kv_core.errors import CallerError, CapacityError
 from kv_core.ids import BlockId, Incarnation, InstanceId, Rank, RequestId, SessionId, TransferId
 from kv_core.manager import KVCacheManager
 from kv_core.request import Request
@@ -168,6 +168,14 @@ def context_blocks(args: Args) -> Sequence[int]:
     return TokenShare(cut, args["cp_size"], args["cp_rank"], 1, args["num_total_blocks"]).blocks
 
 
+def global_block(args: Args) -> int:
+    """Where in the sequence a block of a context rank lies."""
+    blocks, local = context_blocks(args), args["local_block_idx"]
+    if local not in range(len(blocks)):
+        raise CallerError(f"the context rank has no such block: wanted={local}, held={len(blocks)}")
+    return blocks[local]
+
+
 def cp_sequence_share(args: Args) -> list[Args]:
     """Every context rank's part of one sequence."""
     shares = [
@@ -199,9 +207,11 @@ def iterate_block_range(args: Args) -> Args:
     every = Span(0, len(args["block_ids"]))
     blocks = BlockRange(every, tuple(map(BlockId, args["block_ids"])))
     out = torch.empty(len(every) * num_layers * num_planes * elements * pool.itemsize, dtype=torch.uint8)
-    AttentionFormatter("token_major").split(
-        Chunk(0, Piece(share.layers, share.heads), every, len(out)), caches, blocks, out
-    )
+    chunk = Chunk(0, Piece(share.layers, share.heads), every, len(out))
+    try:
+        AttentionFormatter("token_major").split(chunk, caches, blocks, out)
+    except ValueError as error:  # the kernels know no errors of ours
+        raise CallerError(str(error)) from error
     rows = out.view(pool.dtype).view(num_layers * num_planes, len(every), elements).transpose(0, 1).flatten(1)
     if not bool((rows == rows[:, :1]).all()):
         raise CallerError("a block's elements differ")
@@ -216,7 +226,8 @@ def iterate_sequence_blocks(args: Args) -> Args:
         ManagerConfig(tokens_per_block=block, windows=(window,), max_sequence_length=config["max_sequence_length"])
     )
     name = RequestId("prompt")
-    assert manager.add(Request(name, tokens)) is not None
+    if manager.add(Request(name, tokens)) is None:
+        raise CapacityError(f"the prompt does not fit: tokens={len(tokens)}, blocks={config['primary_blocks']}")
     table = [HOLE if one is None else one for one in manager.block_ids(name, window.window)]
     found = block_range(table, Span(0, len(tokens)), block)
     per_rank = {"tp": 1, "pp": 1, "cp": 1, "layers_per_pp": [config["num_layers"]], "attention_type": "default"}
@@ -235,8 +246,11 @@ AGENT = AgentCard(kind="loopback", name="a", blob=b"")
 def request_info_round_trip(args: Args) -> Args:
     """What a receiver tells of itself and asks, as bytes and back."""
     state = state_of(args["cache_state"])
-    rank = Rank(args["comm_state"]["self_index"])
-    card = RankCard(rank=rank, host="127.0.0.1", port=1, state=state, max_chunk_bytes=1 << 20)
+    where = args["comm_state"]
+    # A card always tells its rank: what the cases leave open (-1) is the first one.
+    rank = Rank(max(0, where.get("self_index", -1)))
+    host, port = where.get("ip", "127.0.0.1"), where.get("port", 1)
+    card = RankCard(rank=rank, host=host, port=port, state=state, max_chunk_bytes=1 << 20)
     length = state.parallel.num_context_ranks * state.tokens_per_block
     plans = receive_plans(state, rank, state, Span(0, length))
     messages: list[Message] = [
@@ -298,7 +312,7 @@ FUNCTIONS: Mapping[str, Callable[[Args], Any]] = {
     "inquire_support_mla": lambda args: inquire_support(args, LATENT),
     "check_alternate_window": check_alternate_window,
     "block_num_accounting_for_cp": lambda args: len(context_blocks(args)),
-    "global_block_id_accounting_for_cp": lambda args: context_blocks(args)[args["local_block_idx"]],
+    "global_block_id_accounting_for_cp": global_block,
     "cp_sequence_share": cp_sequence_share,
     "iterate_block_range": iterate_block_range,
     "iterate_sequence_blocks": iterate_sequence_blocks,

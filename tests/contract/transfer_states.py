@@ -31,6 +31,9 @@ def exchanging_pair(args: Args) -> tuple[CacheState, CacheState]:
 
     A latent cache has one head for us, which every rank holds whole: what the cases call its heads makes it longer.
     """
+    for side in ("self", "peer"):
+        if len(args[side]["layers_per_pp"]) != args[side]["pp"]:
+            raise CallerError(f"not every stage tells its layers: stages={args[side]['pp']}, side={side}")
     ours, peer = pair_of({side: _one_latent_head(args[side]) for side in ("self", "peer")})
     found = reasons(ours, peer)
     if found:
