@@ -274,6 +274,7 @@ def _ask(request_id: int, plan: SessionPlan) -> Ask:
         pieces=plan.pieces,
         chunk_bytes=1 << 20,
         checksum=True,
+        direct=False,
         ttl_ms=1000,
     )
 

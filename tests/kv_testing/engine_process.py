@@ -13,23 +13,34 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
+import torch
+
 from kv_core.ids import Incarnation
 from kv_testing.nixl_peer import ucx_tls
 from kv_testing.worlds import FAST, Side, Switches, make_side, state_of
 from kv_transfer.agent.loopback import LoopbackHub
 from kv_transfer.agent.nixl import NixlConfig, nixl_agent
 from kv_transfer.config import TransferConfig
+from kv_transfer.direct.cuda_ipc import cuda_door
 from kv_transfer.plan.cache_state import CacheState
 
 START_TIMEOUT_S = 180.0
 STEP_S = 0.02
 
 
-def make_nixl_side(name: str, state: CacheState, config: TransferConfig, tls: str | None, faults: Switches) -> Side:
-    """A running instance whose agents are NIXL's."""
+def make_nixl_side(
+    name: str,
+    state: CacheState,
+    config: TransferConfig,
+    tls: str | None,
+    faults: Switches,
+    device: str | None = None,
+) -> Side:
+    """A running instance whose agents are NIXL's; on a GPU it can also be read directly."""
     with ucx_tls(tls):
-        agents = [nixl_agent(NixlConfig()) for _ in state.parallel.ranks]
-    return make_side(LoopbackHub(), name, state, config, faults, agents=agents)
+        on = None if device is None else torch.device(device)
+        agents = [nixl_agent(NixlConfig(device=on)) for _ in state.parallel.ranks]
+    return make_side(LoopbackHub(), name, state, config, faults, agents=agents, device=device, direct=cuda_door)
 
 
 @dataclass(frozen=True)
@@ -42,11 +53,14 @@ class _Address:
 class EngineProcess:
     """The test's handle of the process; stands for a Side as far as a peer is concerned."""
 
-    def __init__(self, name: str, tls: str | None, tp: int = 1, config: TransferConfig = FAST) -> None:
+    def __init__(
+        self, name: str, tls: str | None, tp: int = 1, config: TransferConfig = FAST, gpu: int | None = None
+    ) -> None:
+        """`gpu`: the only one that the process sees, for its caches; in host memory if None."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "kv_transfer.transceiver"])
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, name, tls, tp, config), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, name, tls, tp, config, gpu), daemon=True)
         self._process.start()
         theirs.close()
         self._address: _Address | None = None
@@ -102,10 +116,12 @@ class EngineProcess:
         return self._pipe.recv()
 
 
-def _serve(pipe: Connection, name: str, tls: str | None, tp: int, config: TransferConfig) -> None:
+def _serve(pipe: Connection, name: str, tls: str | None, tp: int, config: TransferConfig, gpu: int | None) -> None:
     """The process: an engine that steps until the pipe closes."""
     faults = Switches()
-    side = make_nixl_side(name, state_of(tp), config, tls, faults)
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
+    side = make_nixl_side(name, state_of(tp), config, tls, faults, None if gpu is None else "cuda:0")
     pipe.send((side.door.address, side.incarnation))
     with contextlib.suppress(EOFError):
         while True:

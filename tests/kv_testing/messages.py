@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kv_core.ids import Incarnation, InstanceId, Rank, SessionId, TransferId
 from kv_core.spans import Span
 from kv_testing.layouts import make_state
-from kv_transfer.agent.cards import AgentCard, RemoteSlice
+from kv_transfer.agent.cards import AgentCard, DirectCard, RemoteSlice
 from kv_transfer.plan.compatibility import Reason
 from kv_transfer.plan.plan import MAX_TOKENS, Piece
 from kv_transfer.protocol import messages as m
@@ -27,7 +27,7 @@ SAMPLES: tuple[m.Message, ...] = (
     m.StatusReply(incarnation=RUN, rank=None, gauges={"offers": 1}, counters={"messages_in": 2}),
     m.Rejected(code=m.RejectCode.STRANGER, detail="say hello first"),
     m.Hello(**INTRODUCTION),  # type: ignore[arg-type]
-    m.HelloReply(**INTRODUCTION),  # type: ignore[arg-type]
+    m.HelloReply(**INTRODUCTION, direct=DirectCard(kind="cuda-ipc", host="boot", blob=b"handles")),  # type: ignore[arg-type]
     m.HelloRefused(instance=InstanceId("p"), incarnation=RUN, reasons=(Reason("dtype", "float32", "bfloat16"),)),
     m.Ask(
         session=SESSION,
@@ -39,15 +39,16 @@ SAMPLES: tuple[m.Message, ...] = (
         pieces=(Piece(Span(0, 2), Span(1, 3)), Piece(Span(2, 4), Span(0, 4))),
         chunk_bytes=1 << 20,
         checksum=True,
+        direct=False,
         ttl_ms=30_000,
     ),
-    m.Ready(session=SESSION, num_chunks=3, num_bytes=12_288),
+    m.Ready(session=SESSION, num_chunks=3, num_bytes=12_288, blocks=m.SharedBlocks(first=1, by_group=((3, -1, 7),))),
     m.Refuse(session=SESSION, code=m.RefuseCode.GONE, detail="expired"),
     m.Grant(session=SESSION, seq=2, slice=SLICE),
     m.Data(session=SESSION, seq=2, num_bytes=4096, checksum=-(1 << 63)),
     m.Close(session=SESSION),
     m.Cancel(session=SESSION, reason="aborted"),
-    m.Quiet(session=SESSION),
+    m.Quiet(session=SESSION, clean=True),
     m.InstanceHello(incarnation=None),
     m.InstanceCard(instance=InstanceId("p"), incarnation=RUN, ranks=(CARD,)),
     m.InstanceRefused(incarnation=RUN, code="not_ready", detail="later"),
@@ -71,6 +72,7 @@ _slices = st.builds(
     kind=st.sampled_from(["host", "device"]),
     device_id=st.integers(0, 65535),
 )
+_tables = st.lists(st.lists(st.integers(-1, (1 << 31) - 1), max_size=5).map(tuple), min_size=1, max_size=3).map(tuple)
 _counts = st.dictionaries(_names, st.integers(-(1 << 63), (1 << 63) - 1), max_size=8)
 
 ANY_MESSAGE: st.SearchStrategy[m.Message] = st.one_of(
@@ -89,9 +91,16 @@ ANY_MESSAGE: st.SearchStrategy[m.Message] = st.one_of(
         pieces=st.lists(_pieces, min_size=1, max_size=8).map(tuple),
         chunk_bytes=st.integers(64, (1 << 40) - 1),
         checksum=st.booleans(),
+        direct=st.booleans(),
         ttl_ms=st.integers(0, 86_400_000),
     ),
-    st.builds(m.Ready, session=_ids, num_chunks=st.integers(1, m.MAX_CHUNKS), num_bytes=_bytes),
+    st.builds(
+        m.Ready,
+        session=_ids,
+        num_chunks=st.integers(1, m.MAX_CHUNKS),
+        num_bytes=_bytes,
+        blocks=st.none() | st.builds(m.SharedBlocks, first=st.integers(0, 99), by_group=_tables),
+    ),
     st.builds(m.Refuse, session=_ids, code=st.sampled_from(m.RefuseCode), detail=_details),
     st.builds(m.Grant, session=_ids, seq=_seqs, slice=_slices),
     st.builds(
@@ -102,7 +111,7 @@ ANY_MESSAGE: st.SearchStrategy[m.Message] = st.one_of(
         checksum=st.none() | st.integers(-(1 << 63), (1 << 63) - 1),
     ),
     st.builds(m.Cancel, session=_ids, reason=_details),
-    st.builds(m.Quiet, session=_ids),
+    st.builds(m.Quiet, session=_ids, clean=st.booleans()),
     st.builds(m.Renew, transfer_id=_ids, prompt_key=st.none() | _keys, consumer=_names, incarnation=st.none() | _names),
     st.builds(
         m.Release, transfer_id=_ids, prompt_key=st.none() | _keys, consumer=_names, incarnation=st.none() | _names

@@ -26,6 +26,7 @@ from kv_transfer.agent.base import Agent
 from kv_transfer.agent.loopback import LoopbackHub
 from kv_transfer.config import TransferConfig
 from kv_transfer.core import Core
+from kv_transfer.direct.base import DirectDoor
 from kv_transfer.faults import Faults
 from kv_transfer.instance import InstanceDoor
 from kv_transfer.orders import Offer, Received, ReceiveOrder
@@ -297,8 +298,12 @@ def make_side(
     ports: Sequence[int] = (),
     agents: Sequence[Agent] = (),
     device: str | None = None,
+    direct: Callable[[PagedCaches], DirectDoor | None] = lambda _: None,
 ) -> Side:
-    """A running instance. `ports`: of the door, then of each rank; any free ones if empty."""
+    """A running instance. `ports`: of the door, then of each rank; any free ones if empty.
+
+    `direct` makes each rank's end of a direct path.
+    """
     incarnation = Incarnation(f"{name}-{secrets.token_hex(4)}")
     form = FORMS[state.layout.order][0] if state.layout.is_plain else "split BHD"
     world = make_world(state, num_tokens, form, seed=len(name))
@@ -321,6 +326,7 @@ def make_side(
                 on_device.get(rank, world.caches[rank]),
                 agents[rank],
                 faults.get(rank) if isinstance(faults, Mapping) else faults,
+                direct(on_device.get(rank, world.caches[rank])),
             )
             undo.callback(made.close)
             transceivers.append(made)
@@ -352,11 +358,12 @@ def pair(
     prefill_config: TransferConfig | None = None,
     prefill_faults: Faults | None = None,
     decode_faults: Faults | None = None,
+    direct: Callable[[PagedCaches], DirectDoor | None] = lambda _: None,
 ) -> Iterator[tuple[Side, Side, LoopbackHub]]:
     """A prefill and a decode instance, and the hub of their agents."""
     hub = LoopbackHub()
-    p = make_side(hub, "p", prefill or state_of(), prefill_config or config, prefill_faults)
-    d = make_side(hub, "d", decode or state_of(), config, decode_faults)
+    p = make_side(hub, "p", prefill or state_of(), prefill_config or config, prefill_faults, direct=direct)
+    d = make_side(hub, "d", decode or state_of(), config, decode_faults, direct=direct)
     with sides(p, d):
         yield p, d, hub
 

@@ -50,7 +50,7 @@ def copy_blocks(
     if planes[0].device != source[0].device:
         raise ValueError(f"the planes are on two devices: ours={planes[0].device}, theirs={source[0].device}")
     itemsize = planes[0].dtype.itemsize
-    if choose_backend(planes[0], backend, interpreted=paged_copy.is_interpreted()) == "reference":
+    if choose_backend(planes[0].device, backend, interpreted=paged_copy.is_interpreted()) == "reference":
         reference.copy_selected(planes, source, written, read)
         return Route("reference", itemsize)
     if written.is_empty:

@@ -34,7 +34,7 @@ def gather(
     do not fit each other; nothing is written then.
     """
     selection = select(out, planes, block_ids, first_token=first_token, first_head=first_head)
-    if choose_backend(planes[0], backend, interpreted=paged_copy.is_interpreted()) == "reference":
+    if choose_backend(planes[0].device, backend, interpreted=paged_copy.is_interpreted()) == "reference":
         reference.gather_selected(out, planes, selection)
         return Route("reference", out.dtype.itemsize)
     if selection.is_empty:

@@ -81,11 +81,12 @@ class _Rows(NamedTuple):
     skew: int
 
 
-def choose_backend(plane: Tensor, backend: Backend | None, *, interpreted: bool) -> Backend:
-    """Triton for CUDA tensors, the reference for others, unless told; ValueError if Triton cannot run there."""
-    chosen: Backend = backend or ("triton" if plane.is_cuda else "reference")
-    if chosen == "triton" and not (plane.is_cuda or interpreted):
-        raise ValueError(f"a Triton kernel needs a CUDA tensor or TRITON_INTERPRET=1: device={plane.device}")
+def choose_backend(device: torch.device, backend: Backend | None, *, interpreted: bool) -> Backend:
+    """Triton for CUDA devices, the reference for others, unless told; ValueError if Triton cannot run there."""
+    is_cuda = device.type == "cuda"
+    chosen: Backend = backend or ("triton" if is_cuda else "reference")
+    if chosen == "triton" and not (is_cuda or interpreted):
+        raise ValueError(f"a Triton kernel needs a CUDA tensor or TRITON_INTERPRET=1: device={device}")
     return chosen
 
 

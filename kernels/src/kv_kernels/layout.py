@@ -73,15 +73,17 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class MappedPlanes:
-    """Planes [B, T, H, D] that lie in another process and are mapped into this one, so that no tensor owns them.
+    """Planes [B, T, H, D] by their addresses: those of another process, mapped into this one, or checked ones of ours.
 
-    Strides count elements. Whoever made the mapping answers for the memory being there until the copy has run.
+    Strides count elements. Whoever has them answers for the memory being there until the copy has run. `device` is
+    where they are written from, if they are ours.
     """
 
     addresses: tuple[int, ...]
     shape: tuple[int, int, int, int]
     strides: tuple[int, int, int, int]
     dtype: torch.dtype
+    device: torch.device | None = None
 
     @classmethod
     def of(cls, planes: Sequence[Tensor], moved_by: int = 0) -> "MappedPlanes":
@@ -91,7 +93,8 @@ class MappedPlanes:
         blocks, tokens, heads, head_size = planes[0].shape
         block, token, head, element = planes[0].stride()
         addresses = tuple(plane.data_ptr() + moved_by for plane in planes)
-        return cls(addresses, (blocks, tokens, heads, head_size), (block, token, head, element), planes[0].dtype)
+        shape, strides = (blocks, tokens, heads, head_size), (block, token, head, element)
+        return cls(addresses, shape, strides, planes[0].dtype, planes[0].device)
 
 
 class Corner(NamedTuple):
@@ -105,7 +108,7 @@ ORIGIN: Final = Corner()
 
 
 def select_pair(
-    planes: Sequence[Tensor],
+    planes: Sequence[Tensor] | MappedPlanes,
     block_ids: Sequence[int],
     source: Sequence[Tensor] | MappedPlanes,
     source_ids: Sequence[int],
@@ -116,19 +119,22 @@ def select_pair(
     source_at: Corner,
 ) -> tuple[Selection, Selection]:
     """Checks one copy from paged planes to paged planes: what it writes, and what it reads. ValueError for a misfit."""
-    _check_planes(planes)
-    kind = len(planes), planes[0].shape[3], planes[0].dtype
-    if isinstance(source, MappedPlanes):
-        source_shape: tuple[int, ...] = source.shape
-        source_kind = (len(source.addresses), source.shape[3], source.dtype)
-    else:
-        _check_planes(source)
-        source_shape, source_kind = tuple(source[0].shape), (len(source), source[0].shape[3], source[0].dtype)
+    (shape, kind), (source_shape, source_kind) = _shape_and_kind(planes), _shape_and_kind(source)
     if kind != source_kind:
         raise ValueError(f"the planes do not fit each other (number, D, dtype): ours={kind}, theirs={source_kind}")
-    written = _selected(tuple(planes[0].shape), block_ids, at, num_tokens, num_heads)
+    written = _selected(shape, block_ids, at, num_tokens, num_heads)
     check_distinct(written)
     return written, _selected(source_shape, source_ids, source_at, num_tokens, num_heads)
+
+
+def _shape_and_kind(
+    planes: Sequence[Tensor] | MappedPlanes,
+) -> tuple[tuple[int, ...], tuple[int, int, torch.dtype]]:
+    """(their shape, what must be equal on both sides of a copy), of planes that are alike."""
+    if isinstance(planes, MappedPlanes):
+        return planes.shape, (len(planes.addresses), planes.shape[3], planes.dtype)
+    _check_planes(planes)
+    return tuple(planes[0].shape), (len(planes), planes[0].shape[3], planes[0].dtype)
 
 
 def select(

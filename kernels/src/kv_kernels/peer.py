@@ -9,6 +9,7 @@ tensor owns: planes on a CPU need the interpreter.
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from kv_kernels import paged_copy
@@ -19,7 +20,7 @@ from kv_kernels.tuning import PEER, Tuning
 
 
 def peer_copy(
-    planes: Sequence[Tensor],
+    planes: Sequence[Tensor] | MappedPlanes,
     block_ids: Sequence[int],
     source: MappedPlanes,
     source_ids: Sequence[int],
@@ -33,8 +34,9 @@ def peer_copy(
     """Copies `num_tokens` and `num_heads` from the peer's blocks `source_ids`, beginning at `source_at`, to distinct
     blocks of ours, `block_ids`, beginning at `at`.
 
-    Block size, order of axes, number of heads and number of blocks may differ between the sides. ValueError if the
-    arguments do not fit each other; nothing is written then.
+    Block size, order of axes, number of heads and number of blocks may differ between the sides. Planes that are
+    copied often are given as `MappedPlanes.of(planes)`, which checks them once. ValueError if the arguments do not fit
+    each other; nothing is written then.
     """
     written, read = select_pair(
         planes,
@@ -46,10 +48,17 @@ def peer_copy(
         at=at,
         source_at=source_at,
     )
-    choose_backend(planes[0], "triton", interpreted=paged_copy.is_interpreted())
-    itemsize = planes[0].dtype.itemsize
+    dtype, device = (planes if isinstance(planes, MappedPlanes) else planes[0]).dtype, _device_of(planes)
+    choose_backend(device, "triton", interpreted=paged_copy.is_interpreted())
     if written.is_empty:
-        return Route("triton", itemsize)
-    extent = Extent(num_tokens, num_heads, planes[0].shape[3], itemsize)
-    launch = plan_launch(paged_end(source, read), paged_end(planes, written), extent, tuning, planes[0].device)
+        return Route("triton", dtype.itemsize)
+    extent = Extent(num_tokens, num_heads, source.shape[3], dtype.itemsize)
+    launch = plan_launch(paged_end(source, read), paged_end(planes, written), extent, tuning, device)
     return paged_copy.run(launch)
+
+
+def _device_of(planes: Sequence[Tensor] | MappedPlanes) -> torch.device:
+    device = planes.device if isinstance(planes, MappedPlanes) else planes[0].device
+    if device is None:
+        raise ValueError("the planes to write are not ours: device=None, wanted=a device")
+    return device

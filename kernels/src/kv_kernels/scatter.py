@@ -35,7 +35,7 @@ def scatter(
     """
     selection = select(src, planes, block_ids, first_token=first_token, first_head=first_head)
     check_distinct(selection)
-    if choose_backend(planes[0], backend, interpreted=paged_copy.is_interpreted()) == "reference":
+    if choose_backend(planes[0].device, backend, interpreted=paged_copy.is_interpreted()) == "reference":
         reference.scatter_selected(planes, src, selection)
         return Route("reference", src.dtype.itemsize)
     if selection.is_empty:

@@ -23,16 +23,19 @@ from kv_testing.layouts import make_state
 from kv_testing.sim.clockwork import Process, check
 from kv_testing.sim.network import Network, SimAgent, SimWire
 from kv_testing.tagged import World, windows_of
+from kv_transfer.agent.cards import DirectCard
 from kv_transfer.config import TransferConfig
 from kv_transfer.copies import CorruptBytes
 from kv_transfer.core import Core
+from kv_transfer.direct.base import CannotMap
+from kv_transfer.direct.reads import Holding
 from kv_transfer.instance import _Porter
 from kv_transfer.mover import Moved
 from kv_transfer.orders import BlockTables, Offer, Received, ReceiveOrder, Settled
 from kv_transfer.plan.cache_state import BlockLayout, CacheState, ParallelLayout
 from kv_transfer.plan.context import ContextCut
 from kv_transfer.plan.plan import Chunk
-from kv_transfer.protocol.messages import InstanceCard, Message, RankCard
+from kv_transfer.protocol.messages import Ask, InstanceCard, Message, RankCard
 from kv_transfer.room import Identity, Room
 from kv_transfer.staging import Arena
 
@@ -93,7 +96,7 @@ class SimCopier:
         self._groups = [groups.index(window) for window in self._windows]
         # The rule of the spec (5.9), block by block: World has it, and not from the plan.
         self._own = World(state, {}, (), NUM_TOKENS).blocks_of(rank)
-        self._places: dict[tuple[int, ...], npt.NDArray[np.int64]] = {}
+        self._places: dict[tuple[tuple[int, ...], int], npt.NDArray[np.int64]] = {}
 
     def fill(self, tables: BlockTables, transfer: int) -> None:
         """What a prefill leaves in its blocks."""
@@ -141,6 +144,24 @@ class SimCopier:
 
         return run
 
+    def read(
+        self, ask: Ask, tables: BlockTables, theirs: Holding, mapping: "SimMapping", is_wanted: Callable[[], bool]
+    ) -> Callable[[], None]:
+        """Whatever lies in the peer's blocks now: whether they were still offered is for the sessions to prove."""
+
+        def run() -> None:
+            if not is_wanted():
+                return
+            check(tables in self.writable, "blocks are written after their order was reported")
+            for piece in ask.pieces:
+                chunk = Chunk(0, piece, ask.tokens if piece.tokens is None else piece.tokens, 1)
+                source = mapping.copier._where(chunk, BlockTables(0, theirs.by_group), theirs.first)
+                for (layer, where), (their_layer, their_where) in zip(self._where(chunk, tables), source, strict=True):
+                    self.elements[layer][where] = mapping.copier.elements[their_layer][their_where]
+                    self.times_written[layer][where] += 1
+
+        return run
+
     def check_loaded(self, tables: BlockTables, tokens: Span, transfer: int, *, why: str) -> None:
         """Each wanted element is here, right, and was written once; no other of these blocks was touched."""
         for layer, (held, places) in enumerate(self._held(tables)):
@@ -165,25 +186,58 @@ class SimCopier:
             held = np.flatnonzero(places >= 0)
             yield held, places[held]
 
-    def _where(self, chunk: Chunk, tables: BlockTables) -> Iterator[tuple[int, Any]]:
+    def _where(self, chunk: Chunk, tables: BlockTables, skipped: int = 0) -> Iterator[tuple[int, Any]]:
         """(layer, index of the chunk's elements in it: [heads, places])."""
         heads, first = chunk.piece.heads, self.share.heads.start
         for layer in chunk.piece.layers:
             number = layer - self.share.layers.start
             table = tables.by_group[self._groups[number]]
-            places = self._places_of(table)[chunk.tokens.start : chunk.tokens.stop]
+            places = self._places_of(table, skipped)[chunk.tokens.start : chunk.tokens.stop]
             check(bool((places >= 0).all()), "tokens of another context rank are moved:", chunk)
             yield number, (slice(heads.start - first, heads.stop - first), places)
 
-    def _places_of(self, table: tuple[int, ...]) -> npt.NDArray[np.int64]:
-        """The place of each global token; -1 for those of other context ranks."""
-        if table not in self._places:
+    def _places_of(self, table: tuple[int, ...], skipped: int = 0) -> npt.NDArray[np.int64]:
+        """The place of each global token; -1 for those of other context ranks, and of blocks that are left out."""
+        if (table, skipped) not in self._places:
             places = np.full(NUM_TOKENS, -1, dtype=np.int64)
-            for block, place in zip(self._own, table, strict=False):
+            for block, place in zip(self._own[skipped:], table, strict=False):
                 tokens = np.arange(block * self._size, min((block + 1) * self._size, NUM_TOKENS))
                 places[tokens] = place * self._size + tokens % self._size
-            self._places[table] = places
-        return self._places[table]
+            self._places[table, skipped] = places
+        return self._places[table, skipped]
+
+
+class SimMapping:
+    """The blocks of another rank, at hand."""
+
+    def __init__(self, network: Network, copier: SimCopier) -> None:
+        self.copier = copier
+        self.groups = tuple(copier._groups)
+        self._network = network
+        network.num_mapped += 1
+
+    def close(self) -> None:
+        self._network.num_mapped -= 1
+
+
+@dataclass(frozen=True)
+class SimDirect:
+    """A `DirectDoor`: who is alive can be mapped."""
+
+    network: Network
+    name: bytes
+
+    def card(self) -> DirectCard:
+        return DirectCard(kind="sim", host="sim", blob=self.name)
+
+    def can_map(self, card: DirectCard) -> bool:
+        return True
+
+    def map(self, card: DirectCard, state: CacheState, rank: Rank) -> SimMapping:
+        process, copier = self.network.mappable[card.blob]
+        if not process.is_alive:
+            raise CannotMap("its owner is dead")
+        return SimMapping(self.network, copier)
 
 
 class SimCopies:
@@ -212,7 +266,7 @@ class SimCopies:
         run, then = self._jobs.popleft()
         try:
             moved = Moved(run(), None, 0.0)
-        except CorruptBytes as error:
+        except (CorruptBytes, CannotMap) as error:
             moved = Moved(None, error, 0.0)
         if self._jobs:
             self._begin()
@@ -251,11 +305,14 @@ class SimRank:
 class Instance:
     """One engine: a door and its ranks, and what it is told."""
 
-    def __init__(self, network: Network, name: str, state: CacheState, config: TransferConfig) -> None:
+    def __init__(
+        self, network: Network, name: str, state: CacheState, config: TransferConfig, *, is_mappable: bool
+    ) -> None:
         self.network = network
         self.name = name
         self.state = state
         self.config = config
+        self.is_mappable = is_mappable
         self.on_sent: Callable[[Instance, int, RequestId], None] = lambda *_: None
         self.on_received: Callable[[Instance, int, Received], None] = lambda *_: None
         self.on_settled: Callable[[Instance, Settled], None] = lambda *_: None
@@ -350,7 +407,8 @@ class Instance:
         agent.register(receive.region)
         host, port = process.address
         card = RankCard(rank=number, host=host, port=port, state=self.state, max_chunk_bytes=config.chunk_bytes)
-        copier = SimCopier(self.state, number)
+        copier, name = SimCopier(self.state, number), f"{self.incarnation}/{number}".encode()
+        network.mappable[name] = process, copier
         room = Room(
             config=config,
             identity=Identity(InstanceId(self.name), self.incarnation, card, agent.card()),
@@ -360,6 +418,7 @@ class Instance:
             faults=SimFaults(process, agent),
             agent=agent,  # type: ignore[arg-type]
             copies=SimCopies(process),  # type: ignore[arg-type]
+            direct=SimDirect(network, name) if self.is_mappable else None,  # type: ignore[arg-type]
             new_session=lambda: SessionId(f"{network.next_number():032x}"),
         )
         sent = lambda request_id: self.on_sent(self, number, request_id)  # noqa: E731

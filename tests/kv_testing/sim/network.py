@@ -10,6 +10,7 @@ Law: bytes land only in a region that its owner has leased to the very chunk tha
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 from kv_core.ids import SessionId
 from kv_testing.messages import mutated
@@ -47,6 +48,9 @@ class Network:
     granted: dict[ChunkName, StagingLease] = field(default_factory=dict)
     landed: set[ChunkName] = field(default_factory=set)
     num_landed_late: int = 0
+    mappable: dict[bytes, tuple[Process, Any]] = field(default_factory=dict)
+    """Blocks of every rank of every run, by the name of its direct path."""
+    num_mapped: int = 0
     _numbers: "count[int]" = field(default_factory=lambda: count(1))
 
     def next_number(self) -> int:

@@ -42,6 +42,7 @@ USUAL_CONFIG = {
     "nudge_s": 0.3,
     "nudge_limit_s": 1.2,
     "chunk_bytes": 4096,
+    "unmap_idle_s": 2.0,
 }
 
 
@@ -284,6 +285,12 @@ class World:
         while found := self._timers():
             check(self.clockwork.now < end, f"timers are left {when}:", found)
             self.clockwork.run_until(self.clockwork.now + 1.0)
+        self._check_unmapped()
+
+    def _check_unmapped(self) -> None:
+        """Living ranks map nobody for long without a need."""
+        mapped = [rank.core.measure().gauges["mappings"] for each in self.instances for rank in each.ranks]
+        check(not any(mapped), "peers are still mapped:", mapped)
 
     def _timers(self) -> list[str]:
         """Live timers of ranks that have more than a rank at rest: the watch for peers, and the next status."""
@@ -313,7 +320,7 @@ class World:
         tp, stages, cp = self.dice.choice(SHAPES[:4] if self.dice.random() < 0.8 else SHAPES)
         cut: ContextCut = self.dice.choice(("contiguous", "round_robin"))
         state = state_of(tp, stages, self.dice.choice((2, 4, 12)), cp, cut, self.windows)
-        made = Instance(self.network, name, state, config)
+        made = Instance(self.network, name, state, config, is_mappable=self.dice.random() < 0.6)
         made.on_received, made.on_sent, made.on_settled = self._on_received, self._on_sent, self._on_settled
         return made
 

@@ -213,6 +213,7 @@ class TestAnImpostor:
             "pieces": [{"layers": {"start": 0, "stop": 4}, "heads": {"start": 0, "stop": 4}}],
             "chunk_bytes": 1024,
             "checksum": True,
+            "direct": False,
             "ttl_ms": 2000,
         }
         return msgspec.convert(fields | changes, m.Ask)

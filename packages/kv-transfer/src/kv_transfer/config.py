@@ -76,6 +76,11 @@ class TransferConfig:
     checksum: bool = True
     """Ask senders for a checksum of every chunk and verify it before anything is scattered."""
 
+    direct: bool = True
+    """Map the caches of peers on this host, and let them map ours, where the hardware can; else all is staged."""
+    unmap_idle_s: float = 30.0
+    """How long the caches of a peer stay mapped without use. While they are, a dead peer's memory stays taken."""
+
     max_message_bytes: int = MAX_MESSAGE_BYTES
     max_sessions: int = 4096
     """Most sessions and parked asks that a sender keeps open; more are refused as busy."""
@@ -86,6 +91,7 @@ class TransferConfig:
             "lease_s",
             "max_lease_s",
             "renew_s",
+            "unmap_idle_s",
             "request_deadline_s",
             "release_deadline_s",
             "peer_timeout_s",

@@ -13,6 +13,8 @@ from torch import Tensor
 from kv_core.errors import PeerError
 from kv_core.ids import BlockId, Rank, SessionId
 from kv_transfer.checksum import Summer
+from kv_transfer.direct.base import RemoteCaches
+from kv_transfer.direct.reads import Holding, reads_of
 from kv_transfer.faults import Faults
 from kv_transfer.formatter.select import formatter_for
 from kv_transfer.orders import BlockTables
@@ -20,6 +22,7 @@ from kv_transfer.plan.cache_state import CacheState
 from kv_transfer.plan.plan import Chunk, Piece
 from kv_transfer.plan.ranges import BlockRange, block_range
 from kv_transfer.pools import PagedCaches
+from kv_transfer.protocol.messages import Ask
 
 
 class CorruptBytes(PeerError):
@@ -32,6 +35,7 @@ class Copier:
     def __init__(self, caches: PagedCaches, state: CacheState, rank: Rank, faults: Faults) -> None:
         self._caches = caches
         self._state = state
+        self._rank = rank
         self._context_rank = state.share_of(rank).context_rank
         self._faults = faults
         self._summer = Summer()
@@ -68,6 +72,26 @@ class Copier:
             formatter = formatter_for(theirs)
             for part, blocks, dense in self._parts(chunk, tables, staged):
                 formatter.concat(part, self._caches, blocks, dense)
+
+        return run
+
+    def read(
+        self,
+        ask: Ask,
+        tables: BlockTables,
+        theirs: Holding,
+        mapping: RemoteCaches,
+        is_wanted: Callable[[], bool],
+    ) -> Callable[[], None]:
+        """A job that fills our blocks from those of a mapped peer, unless nobody wants that any more."""
+
+        def run() -> None:
+            if not is_wanted():
+                return
+            ours = Holding(self._state, self._rank, self._caches.groups, 0, tables.by_group)
+            # All of them first: what does not fit is found before anything is written.
+            for what in list(reads_of(ask, ours, theirs)):
+                mapping.read(what, self._caches)
 
         return run
 

@@ -153,6 +153,7 @@ class Core:
             "quarantined": sum(arena.num_quarantined for arena in self._arenas),
             "staged_bytes": self._room_bytes - sum(arena.num_free_bytes for arena in self._arenas),
             "peers": len(self.peers),
+            "mappings": len(self.loads.receiver.mappings),
         }
         return Status(gauges, self._room.counters.snapshot())
 
@@ -169,6 +170,7 @@ class Core:
         """Begin to end: everything that is open fails; `is_quiet` tells when nothing moves any more."""
         self.sender.close(reason)
         self.loads.close(reason)
+        self.loads.receiver.mappings.close()
 
     @property
     def is_quiet(self) -> bool:

@@ -12,7 +12,7 @@ from kv_core.ids import Incarnation, SessionId
 from kv_transfer.orders import LoadTimes, Received, ReceiveOrder
 from kv_transfer.peer import Peer
 from kv_transfer.plan.plan import Chunk
-from kv_transfer.protocol.messages import Ask
+from kv_transfer.protocol.messages import Ask, SharedBlocks
 from kv_transfer.protocol.session import Receiving
 from kv_transfer.quarantine import Writer
 from kv_transfer.staging import StagingLease
@@ -102,6 +102,10 @@ class ReceiveSession:
     """Regions that the sender may write now."""
     doubted: set[int] = field(default_factory=set)
     """Chunks whose regions are in quarantine."""
+    blocks: SharedBlocks | None = None
+    """Where a sender that is read directly keeps what was asked for."""
+    is_proven: bool = False
+    """The sender has said that what was read directly is what it offered."""
     pause_s: float = 0.0
     nudge: Timer | None = None
 
@@ -112,6 +116,11 @@ class ReceiveSession:
     @property
     def num_bytes(self) -> int:
         return sum(chunk.num_bytes for chunk in self.chunks)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all of it is in our blocks, and proven."""
+        return self.num_unscattered == 0 and (self.is_proven or not self.ask.direct)
 
     @property
     def expires_at(self) -> float:

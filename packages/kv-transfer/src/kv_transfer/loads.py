@@ -96,7 +96,7 @@ class Loads:
     def session_moved(self, session: ReceiveSession) -> None:
         """Perhaps the load is complete, or is quiet at last."""
         load = session.load
-        if load.is_open and load.sessions and all(each.num_unscattered == 0 for each in load.sessions):
+        if load.is_open and load.sessions and all(each.is_done for each in load.sessions):
             self._decide(load, "")
         self._report(load)
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from kv_core.ids import Incarnation, InstanceId, Rank
+from kv_transfer.agent.cards import DirectCard
+from kv_transfer.direct.base import RemoteCaches
 from kv_transfer.plan.cache_state import CacheState
 from kv_transfer.protocol.messages import RankCard
 from kv_transfer.timers import Timer
@@ -38,6 +40,12 @@ class Peer:
     is_introduced: bool = False
     is_probed: bool = False
     hello: Timer | None = None
+    direct: DirectCard | None = None
+    """How to map its caches, if it has told."""
+    mapping: RemoteCaches | None = None
+    is_path_known: bool = False
+    """Whether it is settled that its caches are mapped, or are not to be."""
+    unmap: Timer | None = None
 
     @property
     def state(self) -> CacheState:

@@ -17,6 +17,7 @@ from typing import Final, TypeVar
 
 from kv_core.errors import FerryError
 from kv_core.ids import Incarnation, InstanceId, Rank
+from kv_transfer.agent.cards import DirectCard
 from kv_transfer.peer import Listener, Peer, PeerKey
 from kv_transfer.plan.compatibility import Reason, reasons
 from kv_transfer.protocol.errors import ProtocolError, UnexpectedMessage
@@ -87,7 +88,8 @@ class Peers:
             self._peers[key] = peer
             self._suspect_at(hello.card, key)
         self._bind(peer, route)
-        self._room.wire.reply(route, self._introduction(HelloReply))
+        direct = self._room.direct
+        self._room.wire.reply(route, self._introduction(HelloReply, direct=direct.card() if direct else None))
 
     def answered(self, link: Link, reply: HelloReply) -> None:
         """A peer that we called introduces itself."""
@@ -100,7 +102,7 @@ class Peers:
             self._refuse(peer, "; ".join(map(str, why)))
             return
         self._stop_greeting(peer)
-        peer.is_introduced = True
+        peer.is_introduced, peer.direct = True, reply.direct
         for listener in self._listeners:
             listener.peer_introduced(peer)
 
@@ -239,12 +241,13 @@ class Peers:
 
         peer.hello = self._room.timers.after(pause_s, again)
 
-    def _introduction(self, kind: type[Introduction]) -> Introduction:
+    def _introduction(self, kind: type[Introduction], **more: DirectCard | None) -> Introduction:
         return kind(
             instance=self._room.identity.instance,
             incarnation=self._room.identity.incarnation,
             card=self._room.identity.card,
             agent=self._room.identity.agent,
+            **more,
         )
 
     def _unfit(self, them: Hello | HelloReply) -> list[Reason]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from kv_core.errors import CallerError
 from kv_core.spans import Span
 from kv_transfer.plan.cache_state import PLAIN, BlockLayout, CacheState, Share
+from kv_transfer.plan.part import Geometry
 
 PLANE_AXES: Final = "CBTHD"
 
@@ -76,6 +77,11 @@ class PagedCaches:
     def heads(self) -> Span:
         """Global KV heads held; empty if there is no layer."""
         return Span(self.first_head, self.first_head + (self.planes[0].shape[2] if self.planes else 0))
+
+    @property
+    def geometry(self) -> Geometry:
+        """What `plan.part` must know of our blocks."""
+        return Geometry(self.heads, self.tokens_per_block, self.tile)
 
     @property
     def num_groups(self) -> int:

@@ -16,7 +16,10 @@ from kv_core.errors import CallerError
 from kv_core.ids import SessionId
 from kv_transfer.arrivals import Arrivals
 from kv_transfer.copies import Copier
+from kv_transfer.direct.reads import Holding
 from kv_transfer.load import Load, ReceiveSession
+from kv_transfer.mappings import Mappings
+from kv_transfer.mover import Moved
 from kv_transfer.peer import Peer
 from kv_transfer.peers import Peers
 from kv_transfer.plan.plan import SessionPlan, chunks_of
@@ -63,6 +66,8 @@ class Receiver:
 
     def __init__(self, room: Room, peers: Peers, arena: Arena, copier: Copier, listener: SessionListener) -> None:
         self.arrivals = Arrivals(room, peers, arena, copier, self)
+        self.mappings = Mappings(room, in_use=self._is_used, on_known=self._path_known)
+        self._copier = copier
         self._room = room
         self._peers = peers
         self._listener = listener
@@ -93,6 +98,7 @@ class Receiver:
             pieces=plan.pieces,
             chunk_bytes=chunk_bytes,
             checksum=self._room.config.checksum,
+            direct=False,
             ttl_ms=int(ttl_s * 1000),
         )
         chunks = chunks_of(plan.pieces, plan.tokens, peer.state, chunk_bytes)
@@ -101,7 +107,7 @@ class Receiver:
         load.sessions.append(session)
         self._rest(session)
         if peer.is_introduced:
-            self._on(session, ReceiveEvent.INTRODUCED)
+            self._greeted(session)
         return session
 
     def fail(self, session: ReceiveSession) -> None:
@@ -123,6 +129,7 @@ class Receiver:
             return
         if session.state is Receiving.ASKING:
             session.load.stamps.ready = self._room.timers.clock()
+            session.blocks = ready.blocks
         self._on(session, ReceiveEvent.READY)
 
     def refused(self, peer: Peer, refuse: Refuse) -> None:
@@ -146,6 +153,7 @@ class Receiver:
         """No write of this session will come any more."""
         session = self._heard(peer, quiet.session)
         if session is not None:
+            session.is_proven = quiet.clean
             self._on(session, ReceiveEvent.QUIET, why=f"{peer} has ended the session")
 
     # -- news of peers (peer.Listener) ------------------------------------------------------------------------------
@@ -153,7 +161,7 @@ class Receiver:
     def peer_introduced(self, peer: Peer) -> None:
         """The peer can be asked now, or again."""
         for session in self._with(peer):
-            self._on(session, ReceiveEvent.INTRODUCED)
+            self._greeted(session)
 
     def peer_refused(self, peer: Peer, why: str) -> None:
         """We cannot exchange with this peer."""
@@ -165,10 +173,14 @@ class Receiver:
         for session in self._with(peer):
             self._on(session, ReceiveEvent.PEER_DEAD, why=f"{peer} is dead: {why}", is_outdated=True)
         self.arrivals.peer_died(peer)
+        self.mappings.release(peer)
 
     def wants(self, peer: Peer) -> bool:
-        """Whether a session with this peer is open; while it has regions in quarantine it is."""
-        return any(session.peer is peer for session in self._sessions.values())
+        """Whether a session with this peer is open (with regions in quarantine it is), or its caches are mapped.
+
+        Why those: a dead peer's memory stays taken until we close the mapping, so its death must be noticed.
+        """
+        return peer.mapping is not None or self._is_used(peer)
 
     # -- news of chunks (arrivals.ArrivalListener) -------------------------------------------------------------------
 
@@ -204,6 +216,8 @@ class Receiver:
         if session.state is Receiving.ENDED:
             self._sessions.pop(session.name, None)
             session.rest()
+            if session.ask.direct and session.num_unscattered == 0:
+                self._proven(session, why)
         for action in actions:
             if action is not ReceiveAction.FAIL_LOAD:
                 self._act(session, action, data)
@@ -217,7 +231,7 @@ class Receiver:
             case ReceiveAction.SAY_GRANTS:
                 self.arrivals.remind(session)
             case ReceiveAction.GRANT:
-                self.arrivals.wait(session)
+                self._read(session) if session.ask.direct else self.arrivals.wait(session)
             case ReceiveAction.QUARANTINE:
                 self.arrivals.doubt(session)
             case ReceiveAction.FREE_ALL:
@@ -244,6 +258,61 @@ class Receiver:
         """The session failed by our own judgement."""
         self._listener.session_failed(session, why, is_outdated=False)
 
+    # -- the direct path ---------------------------------------------------------------------------------------------
+
+    def _greeted(self, session: ReceiveSession) -> None:
+        """The peer can be asked; the first time only once it is known how it will be read."""
+        if session.state is not Receiving.WAITING:
+            self._on(session, ReceiveEvent.INTRODUCED)
+        elif not session.peer.is_path_known:
+            self.mappings.settle(session.peer)
+        else:
+            session.ask = msgspec.structs.replace(session.ask, direct=session.peer.mapping is not None)
+            self._on(session, ReceiveEvent.INTRODUCED)
+
+    def _path_known(self, peer: Peer) -> None:
+        for session in self._with(peer):
+            if session.state is Receiving.WAITING:
+                self._greeted(session)
+
+    def _read(self, session: ReceiveSession) -> None:
+        """Copy the sender's blocks where they lie; nothing is granted, so nothing can be written late."""
+        load, peer, mapping, blocks = session.load, session.peer, session.peer.mapping, session.blocks
+        if mapping is None or blocks is None:
+            told = f"mapped={mapping is not None}, blocks told={blocks is not None}"
+            self._fail_load(session, f"{peer} cannot be read directly any more: {told}")
+            return
+        load.num_scatters += 1
+        load.stamps.granted = load.stamps.granted or self._room.timers.clock()
+        theirs = Holding(peer.state, peer.key.rank, mapping.groups, blocks.first, blocks.by_group)
+        job = self._copier.read(session.ask, load.order.tables, theirs, mapping, lambda: load.is_open)
+        self._room.copies.submit(job, load.free, partial(self._has_read, session))
+
+    def _has_read(self, session: ReceiveSession, moved: Moved) -> None:
+        """All is copied, and still to be proven: only the sender knows whether it held the blocks until now."""
+        load = session.load
+        load.num_scatters -= 1
+        load.stamps.arrived = self._room.timers.clock()
+        load.stamps.scatter_s += moved.seconds
+        if moved.error is not None:
+            self._room.counters.add("reads_failed")
+            self.chunk_bad(session, f"{session.peer} could not be read: {moved.error}")
+        elif load.is_open:
+            load.num_bytes += session.num_bytes
+            load.num_chunks += len(session.chunks)
+            self._room.counters.add("bytes_in", session.num_bytes)
+            self._room.counters.add("bytes_read_directly", session.num_bytes)
+            session.num_unscattered = 0
+            self.chunk_scattered(session)
+        self.chunk_over(session)
+
+    def _proven(self, session: ReceiveSession, why: str) -> None:
+        """A session that was read directly has ended: what was read counts only if the sender held it all the time."""
+        if session.is_proven:
+            self._listener.session_moved(session)
+        else:
+            self._fail_load(session, f"what was read from {session.peer} is not proven: {why or 'it did not answer'}")
+
     # -- a session's clockwork ---------------------------------------------------------------------------------------
 
     def _heard(self, peer: Peer, name: SessionId) -> ReceiveSession | None:
@@ -269,6 +338,9 @@ class Receiver:
         is_past = self._room.timers.clock() >= session.expires_at
         expires = is_ending and is_past and not session.doubted
         self._on(session, ReceiveEvent.EXPIRED if expires else ReceiveEvent.NUDGE)
+
+    def _is_used(self, peer: Peer) -> bool:
+        return any(session.peer is peer for session in self._sessions.values())
 
     def _with(self, peer: Peer) -> list[ReceiveSession]:
         return [session for session in self._sessions.values() if session.peer is peer]

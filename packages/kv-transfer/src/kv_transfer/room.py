@@ -16,6 +16,7 @@ from kv_core.ids import Incarnation, InstanceId, SessionId
 from kv_transfer.agent.base import Agent
 from kv_transfer.agent.cards import AgentCard
 from kv_transfer.config import TransferConfig
+from kv_transfer.direct.base import DirectDoor
 from kv_transfer.faults import Faults
 from kv_transfer.mover import Moved
 from kv_transfer.plan.cache_state import CacheState
@@ -70,4 +71,6 @@ class Room:
     faults: Faults
     agent: Agent
     copies: Copies
+    direct: DirectDoor | None = None
+    """Our end of the direct path, if our caches can be mapped by peers."""
     new_session: Callable[[], SessionId] = random_session

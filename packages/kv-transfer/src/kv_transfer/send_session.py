@@ -5,6 +5,7 @@ Out: the chunks to move, each once, and what its table says to do.
 Law: a chunk is begun at most once, however often it is granted; its Data, once known, never changes.
 """
 
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ from kv_transfer.offers import HeldOffer, Pair
 from kv_transfer.peer import Peer
 from kv_transfer.plan.cache_state import CacheState, Share
 from kv_transfer.plan.plan import Chunk, Piece, num_bytes_of, widened
-from kv_transfer.protocol.messages import MAX_CHUNKS, Ask, Data, Grant, RefuseCode
+from kv_transfer.protocol.messages import MAX_CHUNKS, Ask, Data, Grant, RefuseCode, SharedBlocks
 from kv_transfer.protocol.session import SendEvent, Sending
 from kv_transfer.staging import StagingLease
 from kv_transfer.timers import Timer
@@ -28,6 +29,8 @@ class End:
 
     code: RefuseCode
     detail: str
+    is_clean: bool = False
+    """Ended by its Close, with the offer held until then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,14 @@ class SendSession:
         if grant.slice.num_bytes != wanted:
             return f"chunk {grant.seq} and its grant differ in bytes: ours={wanted}, theirs={grant.slice.num_bytes}"
         return ""
+
+
+def shared_blocks(ask: Ask, state: CacheState, share: Share, held: HeldOffer) -> SharedBlocks:
+    """Our own blocks of the tokens asked for."""
+    tables, wanted = held.offer.tables, widened(ask.tokens, state).blocks(state.tokens_per_block)
+    ours = state.token_share(share.context_rank, tables.num_tokens).blocks
+    first, stop = bisect_left(ours, wanted.start), bisect_left(ours, wanted.stop)
+    return SharedBlocks(first=first, by_group=tuple(table[first:stop] for table in tables.by_group))
 
 
 def misfit(ask: Ask, state: CacheState, share: Share, max_chunk_bytes: int, held: HeldOffer | None) -> str:

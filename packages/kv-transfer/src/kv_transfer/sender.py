@@ -15,6 +15,7 @@ import msgspec
 
 from kv_core.ids import RequestId, SessionId, TransferId
 from kv_transfer.copies import Copier
+from kv_transfer.mover import Moved
 from kv_transfer.offers import HeldOffer, OfferBook
 from kv_transfer.orders import Offer
 from kv_transfer.passages import Passages
@@ -22,10 +23,22 @@ from kv_transfer.peer import Peer
 from kv_transfer.peers import Peers
 from kv_transfer.plan.plan import chunks_of
 from kv_transfer.protocol.errors import UnexpectedMessage
-from kv_transfer.protocol.messages import Ask, Cancel, Close, Data, Grant, Quiet, Ready, Refuse, RefuseCode, clipped
+from kv_transfer.protocol.messages import (
+    Ask,
+    Cancel,
+    Close,
+    Data,
+    Grant,
+    Quiet,
+    Ready,
+    Refuse,
+    RefuseCode,
+    SharedBlocks,
+    clipped,
+)
 from kv_transfer.protocol.session import SENDER, IllegalEvent, SendAction, SendEvent, Sending, sender_joint, step
 from kv_transfer.room import Room
-from kv_transfer.send_session import End, Passage, SendSession, misfit
+from kv_transfer.send_session import End, Passage, SendSession, misfit, shared_blocks
 from kv_transfer.staging import Arena
 from kv_transfer.tombstones import Tombstones
 
@@ -93,7 +106,7 @@ class Sender:
         session = self._session_of(peer, ask.session)
         if (end := self._ended.word(ask.session)) is not None:
             self._peers.answer(peer, Refuse(session=ask.session, code=end.code, detail=end.detail))
-            self._peers.answer(peer, Quiet(session=ask.session))
+            self._peers.answer(peer, Quiet(session=ask.session, clean=end.is_clean))
         elif session is None:
             self._sessions[ask.session] = session = SendSession(ask.session, peer, ask)
             self._consider(session)
@@ -192,6 +205,8 @@ class Sender:
             return End(RefuseCode.CLOSING, f"{identity} is closing")
         if len(self._sessions) > self._room.config.max_sessions:
             return End(RefuseCode.BUSY, f"too many sessions: most={self._room.config.max_sessions}")
+        if ask.direct and self._room.direct is None:
+            return End(RefuseCode.UNFIT, "our caches cannot be mapped: ours=staged, theirs=direct")
         if gone := self.offers.why_gone(session.pair):
             return End(RefuseCode.GONE, f"the offer of transfer {ask.transfer_id} is gone: {gone}")
         share = identity.state.share_of(identity.card.rank)
@@ -221,14 +236,18 @@ class Sender:
         session = self._session_of(peer, name)
         if session is None:
             self._unknown(peer, name)
-        else:
-            self._on(session, event)
+            return
+        if session.state is Sending.SERVING and event is SendEvent.CLOSE:
+            session.end = End(RefuseCode.GONE, "the session has ended", is_clean=True)
+        self._on(session, event)
 
     def _unknown(self, peer: Peer, name: SessionId) -> None:
         """Ended before, or never heard of: either way it will never write."""
-        if self._ended.word(name) is None:
-            self._ended.bury(name, End(RefuseCode.GONE, "the session ended before it began"), self._room.timers.clock())
-        self._peers.answer(peer, Quiet(session=name))
+        end = self._ended.word(name)
+        if end is None:
+            end = End(RefuseCode.GONE, "the session ended before it began")
+            self._ended.bury(name, end, self._room.timers.clock())
+        self._peers.answer(peer, Quiet(session=name, clean=end.is_clean))
 
     def _session_of(self, peer: Peer, name: SessionId) -> SendSession | None:
         session = self._sessions.get(name)
@@ -255,6 +274,27 @@ class Sender:
                 session.deadline.cancel()
             self._ended.bury(session.name, session.end, self._room.timers.clock())
 
+    def _ready(self, session: SendSession) -> None:
+        """Say that the offer is held. A direct reader is told where, once the blocks are filled: it cannot wait."""
+        assert session.held is not None, "law: only what is held is ready"
+        filled = session.held.filled
+        if not session.ask.direct:
+            self._peers.answer(session.peer, _ready_of(session, None))
+        elif filled is None or filled.query():  # type: ignore[no-untyped-call]
+            self._readable(session, Moved(None, None, 0.0))
+        else:
+            self._room.copies.submit(lambda: None, filled, partial(self._readable, session))
+
+    def _readable(self, session: SendSession, moved: Moved) -> None:
+        if moved.error is not None:
+            self.chunk_failed(session, RefuseCode.INTERNAL, f"the blocks were not filled: {moved.error}")
+        elif session.state is Sending.SERVING:
+            identity = self._room.identity
+            share = identity.state.share_of(identity.card.rank)
+            assert session.held is not None, "law: only what is held is served"
+            blocks = shared_blocks(session.ask, identity.state, share, session.held)
+            self._peers.answer(session.peer, _ready_of(session, blocks))
+
     def _act(self, session: SendSession, action: SendAction, grant: Grant | None, data: Data | None) -> None:
         say = partial(self._peers.answer, session.peer)
         match action:
@@ -271,8 +311,7 @@ class Sender:
             case SendAction.DROP_CHUNKS:
                 self.passages.drop(session)
             case SendAction.SAY_READY:
-                num_bytes = sum(chunk.num_bytes for chunk in session.chunks)
-                say(Ready(session=session.name, num_chunks=len(session.chunks), num_bytes=num_bytes))
+                self._ready(session)
             case SendAction.SAY_REFUSE:
                 self._room.counters.add(f"refused_{session.end.code}")
                 say(Refuse(session=session.name, code=session.end.code, detail=session.end.detail))
@@ -280,4 +319,9 @@ class Sender:
                 assert data is not None
                 say(data)
             case SendAction.SAY_QUIET:
-                say(Quiet(session=session.name))
+                say(Quiet(session=session.name, clean=session.end.is_clean))
+
+
+def _ready_of(session: SendSession, blocks: SharedBlocks | None) -> Ready:
+    num_bytes = sum(chunk.num_bytes for chunk in session.chunks)
+    return Ready(session=session.name, num_chunks=len(session.chunks), num_bytes=num_bytes, blocks=blocks)

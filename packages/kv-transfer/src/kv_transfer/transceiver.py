@@ -26,6 +26,7 @@ from kv_transfer.agent.cards import AgentCard
 from kv_transfer.config import TransferConfig, default_chunk_bytes
 from kv_transfer.copies import Copier
 from kv_transfer.core import Core
+from kv_transfer.direct.base import DirectDoor
 from kv_transfer.faults import Faults, NoFaults
 from kv_transfer.mover import Mover
 from kv_transfer.orders import BlockTables, LoadTimes, Offer, Progress, Received, ReceiveOrder
@@ -61,6 +62,7 @@ class Transceiver:
         caches: PagedCaches,
         agent: Agent,
         faults: Faults | None = None,
+        direct: DirectDoor | None = None,
     ) -> None:
         """Listens at once; a port in use raises CannotListen naming host, port and the settings.
 
@@ -84,6 +86,7 @@ class Transceiver:
                 faults=faults,
                 agent=agent,
                 copies=self._mover,
+                direct=direct if config.direct else None,
             )
         except BaseException:
             self._mover.close(POLL_CLOSE_S)

@@ -83,6 +83,7 @@ class WorkerSetup:
     def start(self, kv_caches: Mapping[str, "torch.Tensor"]) -> tuple[FerryWorker, Incarnation]:
         """Open this rank's door over its caches."""
         from kv_transfer.agent.nixl import NixlConfig, nixl_agent
+        from kv_transfer.direct.cuda_ipc import cuda_door
         from kv_transfer.transceiver import Transceiver
 
         rank, incarnation = own_rank(self._config), shared_incarnation()
@@ -110,6 +111,7 @@ class WorkerSetup:
             view.caches,
             nixl_agent(NixlConfig(device=view.device)),
             None if hooks is None else OrderedFaults(hooks, state),
+            cuda_door(view.caches),
         )
         return FerryWorker(transceiver, view.kernel_blocks, self._spec.block_size), incarnation
 

@@ -1,7 +1,7 @@
 """What leaves the process so that a peer can move bytes into or out of our memory.
 
 In:  nothing; these are values.
-Out: `AgentCard` (how to reach an agent) and `RemoteSlice` (where bytes of it lie).
+Out: `AgentCard` (how to reach an agent), `DirectCard` (how to map a rank's caches) and `RemoteSlice` (where bytes lie).
 Law: torch-free and bounded; a decoded card or slice is in range, but whether it lies in memory that was granted
      is for the writer to check against the grant (transfer spec 14 E15).
 """
@@ -36,4 +36,12 @@ class AgentCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     kind: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARS)]
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARS)]
+    blob: Annotated[bytes, msgspec.Meta(max_length=MAX_BLOB_BYTES)]
+
+
+class DirectCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a peer must know to map a rank's caches: the kind of path, the host on which it works, and its own blob."""
+
+    kind: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARS)]
+    host: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARS)]
     blob: Annotated[bytes, msgspec.Meta(max_length=MAX_BLOB_BYTES)]

@@ -15,7 +15,8 @@ from kv_core.errors import CallerError
 from kv_kernels.gather import gather
 from kv_kernels.launch import Route
 from kv_kernels.scatter import scatter
-from kv_transfer.plan.cache_state import PLAIN, BlockOrder
+from kv_transfer.plan.cache_state import BlockOrder
+from kv_transfer.plan.part import Part
 from kv_transfer.plan.plan import Chunk
 from kv_transfer.plan.ranges import BlockRange
 from kv_transfer.pools import PagedCaches
@@ -29,7 +30,7 @@ class AttentionFormatter:
 
     def split(self, chunk: Chunk, caches: PagedCaches, block_range: BlockRange, out: Tensor) -> tuple[Route, ...]:
         """See `base.Formatter.split`; CallerError if chunk, caches, blocks and bytes do not fit each other."""
-        part = _Part.of(chunk, caches, block_range)
+        part = Part.of(chunk.piece.heads, chunk.tokens, caches.geometry, block_range)
         return tuple(
             gather(dense, planes, part.block_ids, first_token=part.first_token, first_head=part.first_head)
             for dense, planes in self._copies(chunk, caches, part, out)
@@ -37,14 +38,14 @@ class AttentionFormatter:
 
     def concat(self, chunk: Chunk, caches: PagedCaches, block_range: BlockRange, src: Tensor) -> tuple[Route, ...]:
         """See `base.Formatter.concat`; CallerError if chunk, caches, blocks and bytes do not fit each other."""
-        part = _Part.of(chunk, caches, block_range)
+        part = Part.of(chunk.piece.heads, chunk.tokens, caches.geometry, block_range)
         return tuple(
             scatter(planes, dense, part.block_ids, first_token=part.first_token, first_head=part.first_head)
             for dense, planes in self._copies(chunk, caches, part, src)
         )
 
     def _copies(
-        self, chunk: Chunk, caches: PagedCaches, part: "_Part", flat: Tensor
+        self, chunk: Chunk, caches: PagedCaches, part: Part, flat: Tensor
     ) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
         """(dense view [P, T', H', D], its planes) of each copy: one, or one per kind if K and V differ in strides."""
         planes = caches.planes_of_layers(chunk.piece.layers)
@@ -55,7 +56,7 @@ class AttentionFormatter:
         for kind in range(caches.num_planes):
             yield dense[:, kind], planes[kind :: caches.num_planes]
 
-    def _dense(self, chunk: Chunk, caches: PagedCaches, part: "_Part", flat: Tensor) -> Tensor:
+    def _dense(self, chunk: Chunk, caches: PagedCaches, part: Part, flat: Tensor) -> Tensor:
         """The bytes as [L, C, T', H', D]."""
         plane = caches.planes[0]
         num_layers, num_heads = len(chunk.piece.layers), len(chunk.piece.heads)
@@ -67,26 +68,3 @@ class AttentionFormatter:
         if self.order == "token_major":
             return typed.view(num_layers, caches.num_planes, part.num_tokens, num_heads, -1)
         return typed.view(num_layers, caches.num_planes, num_heads, part.num_tokens, -1).transpose(2, 3)
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Where a chunk lies in this rank's planes; tokens are blocks where tiles are opaque."""
-
-    block_ids: tuple[int, ...]
-    first_token: int
-    num_tokens: int
-    first_head: int
-
-    @classmethod
-    def of(cls, chunk: Chunk, caches: PagedCaches, block_range: BlockRange) -> "_Part":
-        if not caches.heads.covers(chunk.piece.heads):
-            raise CallerError(f"heads are not held: wanted={chunk.piece.heads}, held={caches.heads}")
-        size, tokens = caches.tokens_per_block, chunk.tokens
-        blocks = block_range.for_tokens(tokens, size)
-        first_head = chunk.piece.heads.start - caches.first_head
-        if caches.tile == PLAIN:
-            return cls(blocks.ids, tokens.start - blocks.ordinals.start * size, len(tokens), first_head)
-        if tokens.start % size or tokens.stop % size:
-            raise CallerError(f"opaque tiles move only whole: tokens={tokens}, tokens per block={size}")
-        return cls(blocks.ids, 0, len(blocks.ids), first_head)

@@ -16,7 +16,7 @@ import msgspec
 
 from kv_core.ids import Incarnation, InstanceId, Rank, SessionId, TransferId
 from kv_core.spans import Span
-from kv_transfer.agent.cards import MAX_NAME_CHARS, AgentCard, RemoteSlice
+from kv_transfer.agent.cards import MAX_NAME_CHARS, AgentCard, DirectCard, RemoteSlice
 from kv_transfer.plan.cache_state import MAX_RANKS, CacheState
 from kv_transfer.plan.compatibility import Reason
 from kv_transfer.plan.plan import MAX_TOKENS, Piece
@@ -26,6 +26,8 @@ MAX_PIECES = 4096
 MAX_CHUNKS = 1 << 18
 MAX_REASONS = 64
 MAX_GAUGES = 512
+MAX_GROUPS = 256
+MAX_BLOCKS = 1 << 20
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 InstanceName = Annotated[InstanceId, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARS)]
@@ -42,6 +44,8 @@ NumTokens = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
 NumBytes = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=86_400_000)]
 Detail = Annotated[str, msgspec.Meta(max_length=MAX_DETAIL_CHARS)]
+BlockNumber = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
+BlockTable = Annotated[tuple[BlockNumber, ...], msgspec.Meta(max_length=MAX_BLOCKS)]
 Checksum = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
@@ -86,6 +90,13 @@ class RankCard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     port: Port
     state: CacheState
     max_chunk_bytes: ChunkBytes
+
+
+class SharedBlocks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a sender keeps what was asked for: of each layer group its own blocks from `first` on; -1 is a hole."""
+
+    first: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    by_group: Annotated[tuple[BlockTable, ...], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
 
 
 # -- liveness and status, at both doors ------------------------------------------------------------------------------
@@ -135,12 +146,13 @@ class Hello(Payload, frozen=True, tag="hello"):
 
 
 class HelloReply(Payload, frozen=True, tag="hello!"):
-    """Who answers; the asker's agent is known from here on."""
+    """Who answers; the asker's agent is known from here on. `direct`: how to map our caches, if that can be done."""
 
     instance: InstanceName
     incarnation: IncarnationName
     card: RankCard
     agent: AgentCard
+    direct: DirectCard | None
 
 
 class HelloRefused(Payload, frozen=True, tag="hello-refused"):
@@ -155,7 +167,7 @@ class Ask(Payload, frozen=True, tag="ask"):
     """Receiver to sender: open a session for these pieces of these tokens. Repeated while unanswered.
 
     `incarnation` is the addressee's. `num_tokens` is the length of the sequence that context ranks share. `checksum`
-    asks for one in each Data.
+    asks for one in each Data. `direct`: we read the blocks where they lie, and are not sent any.
     """
 
     session: SessionName
@@ -167,6 +179,7 @@ class Ask(Payload, frozen=True, tag="ask"):
     pieces: Annotated[tuple[Piece, ...], msgspec.Meta(min_length=1, max_length=MAX_PIECES)]
     chunk_bytes: ChunkBytes
     checksum: bool
+    direct: bool
     ttl_ms: Milliseconds
 
     def __post_init__(self) -> None:
@@ -175,11 +188,12 @@ class Ask(Payload, frozen=True, tag="ask"):
 
 
 class Ready(Payload, frozen=True, tag="ready"):
-    """Sender to receiver: the offer is here and held for this session; grant memory."""
+    """Sender to receiver: the offer is here and held for this session; grant memory, or read `blocks`."""
 
     session: SessionName
     num_chunks: NumChunks
     num_bytes: NumBytes
+    blocks: SharedBlocks | None
 
 
 class Refuse(Payload, frozen=True, tag="refuse"):
@@ -221,9 +235,13 @@ class Cancel(Payload, frozen=True, tag="cancel"):
 
 
 class Quiet(Payload, frozen=True, tag="quiet"):
-    """Sender to receiver: no write of this session is under way, and none will ever be."""
+    """Sender to receiver: no write of this session is under way, and none will ever be.
+
+    `clean`: the offer was held for it until its Close, so that whatever was read is what was offered.
+    """
 
     session: SessionName
+    clean: bool
 
 
 # -- the door of an instance -----------------------------------------------------------------------------------------

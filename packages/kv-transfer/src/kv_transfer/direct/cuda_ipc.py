@@ -1,0 +1,257 @@
+"""The direct path between processes of one host: caches mapped through CUDA IPC handles, read by one kernel.
+
+In:  a rank's PagedCaches on a GPU; the DirectCard of a peer.
+Out: `cuda_door`; RemoteCaches over mapped memory.
+Law: as `direct.base`. The only module that calls the CUDA driver. What the driver refuses (another host or container,
+     memory it cannot export, GPUs without peer access) is a CannotMap, or no card at all, and never an error of a load.
+
+Each process may see its own GPU only: handles carry the device. Memory of PyTorch's expandable segments has no handle.
+"""
+
+import ctypes
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+import torch
+
+from kv_core.errors import FerryError
+from kv_core.ids import Rank
+from kv_core.spans import Span
+from kv_kernels.layout import Corner, MappedPlanes
+from kv_kernels.peer import peer_copy
+from kv_transfer.agent.cards import DirectCard
+from kv_transfer.direct.base import CannotMap, Read
+from kv_transfer.plan.cache_state import ITEM_BYTES, CacheState, Share
+from kv_transfer.pools import PagedCaches, dtype_name
+
+logger = logging.getLogger(__name__)
+
+KIND: Final = "cuda-ipc"
+HANDLE_BYTES: Final = 64
+BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+LAZY_PEER_ACCESS: Final = 1
+LIBRARY: Final = "libcuda.so.1"
+
+Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
+Offset = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Length = Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+Four = tuple[Length, Length, Length, Length]
+
+
+class _Blob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to map one rank's caches: handles of its allocations, and where in them each plane begins."""
+
+    handles: Annotated[
+        tuple[Annotated[bytes, msgspec.Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)], ...],
+        msgspec.Meta(min_length=1, max_length=1 << 14),
+    ]
+    planes: Annotated[tuple[tuple[Index, Offset], ...], msgspec.Meta(min_length=1, max_length=1 << 15)]
+    shape: Four
+    strides: Annotated[tuple[Four, ...], msgspec.Meta(min_length=1, max_length=8)]
+    """In elements, of the planes of each kind (K, V) of a layer."""
+    dtype: Annotated[str, msgspec.Meta(max_length=32)]
+    first_layer: Index
+    groups: Annotated[tuple[Index, ...], msgspec.Meta(max_length=1 << 14)]
+
+
+class DriverError(FerryError):
+    """The CUDA driver refused a call."""
+
+
+class CudaDoor:
+    """A `DirectDoor` of one rank's caches."""
+
+    def __init__(self, caches: PagedCaches, card: DirectCard | None) -> None:
+        self._device = caches.planes[0].device
+        self._card = card
+
+    def card(self) -> DirectCard | None:
+        return self._card
+
+    def can_map(self, card: DirectCard) -> bool:
+        return (card.kind, card.host) == (KIND, host_id())
+
+    def map(self, card: DirectCard, state: CacheState, rank: Rank) -> "CudaCaches":
+        try:
+            blob = msgspec.msgpack.decode(card.blob, type=_Blob)
+        except msgspec.DecodeError as error:
+            raise CannotMap(f"the card cannot be read: {error}") from error
+        _check_state(blob, state, state.share_of(rank))
+        _enter(self._device)
+        mapped: list[int] = []
+        try:
+            mapped.extend(map(_open, blob.handles))
+            _check_reach(blob, [_range_of(address)[1] for address in mapped])
+        except FerryError as error:
+            _close_all(mapped)
+            raise CannotMap(str(error)) from error
+        return CudaCaches(blob, mapped)
+
+
+class CudaCaches:
+    """`RemoteCaches` in the memory of another process."""
+
+    def __init__(self, blob: _Blob, mapped: list[int]) -> None:
+        self._blob = blob
+        self._mapped = mapped
+        self._addresses = tuple(mapped[index] + offset for index, offset in blob.planes)
+        self._dtype: torch.dtype = getattr(torch, blob.dtype)
+        self._pairs_of: dict[Span, tuple[tuple[MappedPlanes, MappedPlanes], ...]] = {}
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        return self._blob.groups
+
+    def read(self, what: Read, into: PagedCaches) -> None:
+        assert self._mapped, "law: what is closed is not read"
+        for ours, theirs in self._pairs(what.layers, into):
+            peer_copy(
+                ours,
+                what.target.block_ids,
+                theirs,
+                what.source.block_ids,
+                num_tokens=what.target.num_tokens,
+                num_heads=what.num_heads,
+                at=Corner(what.target.first_token, what.target.first_head),
+                source_at=Corner(what.source.first_token, what.source.first_head),
+            )
+
+    def _pairs(self, layers: Span, into: PagedCaches) -> tuple[tuple[MappedPlanes, MappedPlanes], ...]:
+        """(ours, theirs) of each copy: one, or one per kind if K and V differ in strides on a side.
+
+        Kept: checking and listing 64 planes takes longer than the copy of a short prompt.
+        """
+        if layers not in self._pairs_of:
+            ours, num_kinds = into.planes_of_layers(layers), len(self._blob.strides)
+            is_one = len(set(self._blob.strides)) == 1 and len({plane.stride() for plane in ours}) == 1
+            parts = (
+                [(slice(None), 0)] if is_one else [(slice(kind, None, num_kinds), kind) for kind in range(num_kinds)]
+            )
+            self._pairs_of[layers] = tuple(
+                (MappedPlanes.of(ours[part]), self._planes(layers, part, kind)) for part, kind in parts
+            )
+        return self._pairs_of[layers]
+
+    def close(self) -> None:
+        mapped, self._mapped = self._mapped, []
+        _close_all(mapped)
+
+    def _planes(self, layers: Span, which: slice, kind: int) -> MappedPlanes:
+        num_kinds, first = len(self._blob.strides), self._blob.first_layer
+        addresses = self._addresses[(layers.start - first) * num_kinds : (layers.stop - first) * num_kinds]
+        return MappedPlanes(addresses[which], self._blob.shape, self._blob.strides[kind], self._dtype)
+
+
+def cuda_door(caches: PagedCaches) -> CudaDoor | None:
+    """The door of caches on a GPU; None for others. Caches that cannot be exported have a door without a card."""
+    if not caches.planes or not caches.planes[0].is_cuda:
+        return None
+    try:
+        card = DirectCard(kind=KIND, host=host_id(), blob=msgspec.msgpack.encode(_blob_of(caches)))
+    except DriverError as error:
+        logger.info("peers cannot map our caches, their bytes are staged: %s", error)
+        return CudaDoor(caches, None)
+    return CudaDoor(caches, card)
+
+
+def host_id() -> str:
+    """The same for all processes of a running host."""
+    return BOOT_ID.read_text().strip() if BOOT_ID.exists() else "unknown"
+
+
+def _check_state(blob: _Blob, state: CacheState, share: Share) -> None:
+    """CannotMap unless these are the caches of that share: what is said of a cache must not depend on who says it."""
+    is_plain = state.layout.is_plain
+    elements = state.head_size * (1 if is_plain else state.tokens_per_block)
+    stated = (state.tokens_per_block if is_plain else 1, len(share.heads), elements, state.dtype)
+    told = (*blob.shape[1:], blob.dtype)
+    planes = (len(share.layers) * state.num_planes, state.num_planes, share.layers.start)
+    told_planes = (len(blob.planes), len(blob.strides), blob.first_layer)
+    if (stated, planes) != (told, told_planes) or (blob.groups and len(blob.groups) != len(share.layers)):
+        raise CannotMap(f"the caches are not as stated: caches={told} {told_planes}, stated={stated} {planes}")
+
+
+def _check_reach(blob: _Blob, sizes: Sequence[int]) -> None:
+    """CannotMap if a plane reaches beyond its allocation: the kernel reads wherever it is told to."""
+    itemsize = ITEM_BYTES[blob.dtype]
+    for number, (index, offset) in enumerate(blob.planes):
+        strides = blob.strides[number % len(blob.strides)]
+        reach = 1 + sum((length - 1) * stride for length, stride in zip(blob.shape, strides, strict=True))
+        if index >= len(sizes) or offset + reach * itemsize > sizes[index]:
+            held = sizes[index] if index < len(sizes) else 0
+            raise CannotMap(f"a plane leaves its memory: plane={number}, end={offset + reach * itemsize}, held={held}")
+
+
+def _blob_of(caches: PagedCaches) -> _Blob:
+    handles: dict[int, bytes] = {}
+    planes: list[tuple[int, int]] = []
+    for plane in caches.planes:
+        base, _ = _range_of(plane.data_ptr())
+        if base not in handles:
+            handles[base] = _export(base)
+        planes.append((list(handles).index(base), plane.data_ptr() - base))
+    first = caches.planes[0]
+    return _Blob(
+        handles=tuple(handles.values()),
+        planes=tuple(planes),
+        shape=tuple(first.shape),  # type: ignore[arg-type]
+        strides=tuple(tuple(plane.stride()) for plane in caches.planes[: caches.num_planes]),  # type: ignore[misc]
+        dtype=dtype_name(first),
+        first_layer=caches.first_layer,
+        groups=caches.groups,
+    )
+
+
+def _enter(device: torch.device) -> None:
+    """Gives this thread the context of the device, which the driver's calls need."""
+    torch.cuda.current_stream(device).query()
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle."""
+
+    _fields_ = [("reserved", ctypes.c_char * HANDLE_BYTES)]
+
+
+def _range_of(address: int) -> tuple[int, int]:
+    """(where the allocation of this address begins, its bytes)."""
+    base, size = ctypes.c_uint64(), ctypes.c_size_t()
+    _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+    return base.value, size.value
+
+
+def _export(base: int) -> bytes:
+    handle = _Handle()
+    _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(base))
+    return bytes(handle)
+
+
+def _open(handle: bytes) -> int:
+    address = ctypes.c_uint64()
+    _call(
+        "cuIpcOpenMemHandle_v2",
+        ctypes.byref(address),
+        _Handle.from_buffer_copy(handle),
+        ctypes.c_uint(LAZY_PEER_ACCESS),
+    )
+    return address.value
+
+
+def _close_all(mapped: Sequence[int]) -> None:
+    for address in mapped:
+        try:
+            _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+        except DriverError:
+            logger.exception("a mapping did not close")
+
+
+def _call(name: str, *arguments: Any) -> None:
+    try:
+        result = getattr(ctypes.CDLL(LIBRARY), name)(*arguments)
+    except (OSError, AttributeError) as error:
+        raise DriverError(f"the CUDA driver has no {name}: {error}") from error
+    if result:
+        raise DriverError(f"{name} failed: CUresult={result}")

@@ -1,0 +1,99 @@
+"""Which peers' caches are mapped, from the first need to the last.
+
+In:  peers that are introduced and wanted; their deaths; the time.
+Out: `peer.mapping`, once `peer.is_path_known`.
+Law: of the reactor's thread; maps and closes run in the mover's, in order, so that a mapping is closed after the last
+     read of it. What cannot be mapped is carried another way, for as long as the peer lives. A mapping ends with its
+     peer, with us, and after `unmap_idle_s` without use.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from kv_transfer.direct.base import RemoteCaches
+from kv_transfer.mover import Moved
+from kv_transfer.peer import Peer
+from kv_transfer.room import Room
+
+logger = logging.getLogger(__name__)
+
+
+class Mappings:
+    """All mappings of one rank."""
+
+    def __init__(self, room: Room, in_use: Callable[[Peer], bool], on_known: Callable[[Peer], None]) -> None:
+        """`in_use`: whether a session with the peer is open. `on_known` is told when a peer's path is settled."""
+        self._room = room
+        self._in_use = in_use
+        self._on_known = on_known
+        self._mapping: set[Peer] = set()
+        """Peers whose map is queued or running."""
+        self._mapped: set[Peer] = set()
+
+    def __len__(self) -> int:
+        """Number of peers that are mapped."""
+        return len(self._mapped)
+
+    def settle(self, peer: Peer) -> None:
+        """Find out how this peer is read; `on_known` is told, at once or later."""
+        door, card = self._room.direct, peer.direct
+        if door is None or card is None or not self._room.config.direct or not door.can_map(card):
+            peer.is_path_known = True
+            self._on_known(peer)
+        elif peer not in self._mapping:
+            self._mapping.add(peer)
+            made: list[RemoteCaches] = []
+            run = lambda: made.append(door.map(card, peer.state, peer.key.rank))  # noqa: E731
+            self._room.copies.submit(run, None, partial(self._settled, peer, made))
+
+    def _settled(self, peer: Peer, made: list[RemoteCaches], moved: Moved) -> None:
+        if peer not in self._mapping:
+            # Dead, or closed, meanwhile.
+            self._close(made)
+            return
+        self._mapping.discard(peer)
+        if moved.error is not None:
+            logger.warning("%s cannot be read directly, its bytes are staged: %s", peer, moved.error)
+            self._room.counters.add("maps_failed")
+        else:
+            logger.info("the caches of %s are mapped", peer)
+            peer.mapping = made[0]
+            self._mapped.add(peer)
+            self._watch(peer)
+        peer.is_path_known = True
+        self._on_known(peer)
+
+    def release(self, peer: Peer) -> None:
+        """Close the mapping of this peer after what is queued; a new need maps it again."""
+        self._mapping.discard(peer)
+        self._mapped.discard(peer)
+        if peer.unmap is not None:
+            peer.unmap.cancel()
+        if peer.mapping is not None:
+            self._close([peer.mapping])
+            logger.info("the caches of %s are mapped no more", peer)
+        peer.mapping, peer.is_path_known = None, False
+
+    def close(self) -> None:
+        """Close all mappings."""
+        for peer in list(self._mapped | self._mapping):
+            self.release(peer)
+
+    def _watch(self, peer: Peer) -> None:
+        peer.unmap = self._room.timers.after(self._room.config.unmap_idle_s, partial(self._idle, peer))
+
+    def _idle(self, peer: Peer) -> None:
+        if self._in_use(peer):
+            self._watch(peer)
+        else:
+            self.release(peer)
+
+    def _close(self, mapped: list[RemoteCaches]) -> None:
+        for caches in mapped:
+            self._room.copies.submit(caches.close, None, _closed)
+
+
+def _closed(moved: Moved) -> None:
+    if moved.error is not None:
+        logger.error("a mapping did not close: %s", moved.error)
