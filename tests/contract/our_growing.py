@@ -91,9 +91,10 @@ class Growing(Publishing):
                 window.let_go(held(table.pop()))
             elif published * self.size + len(partial.key.tokens) > length:
                 self._take_back(window, partial)
-        while len(table) > stop:
+        for block in window.by_turn(table[stop:]):
             self.causes.add("core-D7")
-            window.let_go(held(table.pop()))
+            window.let_go(held(block))
+        del table[stop:]
         published = min(published, stop)
         if inside and ordinal < published:
             published = ordinal

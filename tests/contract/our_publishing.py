@@ -137,10 +137,11 @@ class Publishing(Admitting):
         if step.get("with_request", True):
             self._publish(one, filled, True)
         for number, (window, table) in enumerate(zip(self.ours, self.tables.pop(one.request_id), strict=True)):
-            # A sliding window gives up first what no match reads that ends within its last stretch (D32).
+            # A sliding window gives up first what no match reads that ends within its last stretch, and of what is
+            # left the first block first: nothing depends on it (D32).
             num_spare = (self.published[one.request_id][number] * self.size - 2 * window.window) // self.size
-            for at in range(len(table[0]) - 1, -1, -1):
-                for block in dict.fromkeys(reversed([beam[at] for beam in table])):
+            for at in window.by_turn(list(range(len(table[0])))):
+                for block in window.by_turn(list(dict.fromkeys(beam[at] for beam in table))):
                     if block is not None:
                         window.let_go(block, spare=at < num_spare)
 
@@ -186,7 +187,7 @@ class Publishing(Admitting):
 
     def _give_up(self, blocks: list[Block], given: set[Block]) -> list[Block]:
         freed = []
-        for block in reversed(list(blocks)):
+        for block in self.ours[0].by_turn(list(blocks)):
             if block not in given:
                 if not self.ours[0].is_sliding:
                     break

@@ -6,10 +6,11 @@ Law: see `our_model`. Blocks are the nodes of the tree; a hole is a node without
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from contract.seed_model import DEFAULT_PRIORITY, Block, Key, NoFreeBlock, SeedWindow
 
+Part = TypeVar("Part")
 Wish = tuple[int | None, int | None]
 Note = tuple[Any, int | None]
 """What became of the block of this name: removed (None), or moved to this level."""
@@ -36,6 +37,12 @@ class OurWindow(SeedWindow):
         if chosen is not min(found, key=lambda block: block.rank):
             self.causes.add("core-D32" if self.is_sliding else "core-D37")
         return chosen
+
+    def by_turn(self, parts: list[Part]) -> list[Part]:
+        """Blocks of a table as they are given up: the last first, in a sliding window the first."""
+        if self.is_sliding and len(parts) > 1:
+            self.causes.add("core-D32")
+        return parts if self.is_sliding else parts[::-1]
 
     def kin(self, block: Block) -> bool:
         return any(child.level == block.level for child in block.children.values())

@@ -11,7 +11,7 @@ from kv_core.eviction import Expiries, LruQueue, S3FifoQueue, Stamps, victim_que
 from kv_core.manager import KVCacheManager
 from kv_core.request import Request
 from kv_core.runs import NO_WORDS, Run, heal
-from kv_testing.managers import Clock, found, manager, run
+from kv_testing.managers import Clock, found, manager, request, run
 
 ORDERS = pytest.mark.parametrize("order", list(Order))
 
@@ -118,7 +118,7 @@ def test_what_comes_back_after_it_was_dropped_is_proven():
     dropped, back, other = (
         Run(root, 0, array("I", [token] * 4), array("i", [at]), 4) for at, token in enumerate((1, 1, 2))
     )
-    queue.dropped(dropped, 1)
+    queue.dropped(dropped, 0)
     queue.published(back)
     queue.published(other)
     assert (back.hot, other.hot) == (True, False)
@@ -155,44 +155,65 @@ def test_a_sliding_window_gives_up_first_what_no_match_near_the_end_reads():
     old, new = list(range(100, 117)), list(range(49))
     run(ours, "old", old)
     run(ours, "new", new)
-    assert ours.add(Request("other", list(range(200, 244)))) is not None, "11 blocks: 8 empty ones, 3 of the new prompt"
+    assert ours.add(Request("other", list(range(200, 244)))) is not None, "11 blocks: 7 empty ones, 4 of the new prompt"
     assert found(ours, [*old, 1]) == 16, "what is older but needed is there"
     assert [found(ours, [*new[:end], -1, -1, -1, -1, -1]) for end in (40, 44, 48)] == [40, 44, 48]
-    assert found(ours, new[:33]) == 20, "a hole before the last two windows"
+    assert found(ours, new[:25]) == 24, "the first blocks go first"
+    assert found(ours, new[:21]) == 0, "of which this match would read the last"
+
+
+def test_a_sliding_window_gives_up_spare_blocks_then_the_first_of_the_longest_free_run():
+    queue = LruQueue(Stamps(), leaf_first=False)
+    for ours, spare in ((empty(0, 1, 2, 3), 2), (empty(4, 5, 6), 1), (empty(7, 8), 0)):
+        queue.release(ours, spare=spare)
+    ids = []
+    while (first := queue.peek()) is not None:
+        count = first.num_alike
+        ids += first.ids[:count]
+        if count < len(first.ids):
+            first.forget(count)
+            queue.shortened(first, count)
+        else:
+            queue.claim(first)
+    assert ids == [0, 1, 4, 2, 3, 5, 6, 7, 8]
+    assert queue.num_free == 0
+
+
+def held_in_two_pieces(inside):
+    """A request's path of eleven blocks, cut in two."""
+    ours = manager(24, windows=(8,))
+    assert ours.add(request("a", range(45))) is not None
+    ours.publish("a")
+    window = ours.real._registry.windows[0]
+    [root] = window.tree.roots.values()
+    [lower] = root.children.values()
+    whole = shown(lower)
+    upper = window.cut(lower, inside)
+    ours.check()
+    return ours, upper, lower, whole
+
+
+def shown(run):
+    return run.start, run.ids.tolist(), run.content(), run.holders
 
 
 @pytest.mark.parametrize("inside", [1, 5, 10])
-def test_what_became_free_together_is_joined_again(inside):
+def test_what_one_table_holds_is_joined_again(inside):
     """A cut leaves two runs that nothing tells apart; joined, they are what they were."""
-    ours = manager(24, windows=(8,))
-    run(ours, "a", range(45))
-    window = ours.real._registry.windows[0]
-    [root] = window.tree.roots.values()
-    first = next(iter(root.children.values()))
-    lower = next(iter(first.children.values()))
-    before = [(one.start, one.ids.tolist(), one.content(), one.stamp) for one in (first, lower)]
-    for piece in (first, lower):
-        if piece.start < inside < piece.stop:
-            window.cut(piece, inside - piece.start)
-    ours.check()
+    ours, _, lower, whole = held_in_two_pieces(inside)
     heal(lower, 0)
+    assert shown(lower) == whole
     ours.check()
-    assert [(one.start, one.ids.tolist(), one.content(), one.stamp) for one in (lower.parent, lower)] == before
-    assert lower.stamp is not None, "spare and needed ones are not joined"
+    ours.release("a")
+    assert found(ours, range(45)) == 44
 
 
 def test_what_is_told_apart_is_not_joined():
-    ours = manager(24, windows=(8,))
-    run(ours, "a", range(45))
-    window = ours.real._registry.windows[0]
-    [root] = window.tree.roots.values()
-    first = next(iter(root.children.values()))
-    upper = window.cut(first, 3)
-    assert first.continues(upper)
-    first.priority += 1
-    assert not first.continues(upper)
-    first.priority -= 1
-    upper.anchors += 1
-    assert not first.continues(upper)
-    upper.anchors -= 1
-    assert first.continues(upper)
+    _, upper, lower, _ = held_in_two_pieces(3)
+    assert lower.continues(upper)
+    for piece, name in ((lower, "priority"), (upper, "anchors"), (lower, "holders"), (upper, "used")):
+        before = getattr(piece, name)
+        setattr(piece, name, before + 1)
+        assert not lower.continues(upper), name
+        setattr(piece, name, before)
+    assert lower.continues(upper)

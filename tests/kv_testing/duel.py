@@ -306,8 +306,8 @@ class Duel:
                 for inside in range(run.count):
                     block = tuple(tokens[inside * window.tokens_per_block : (inside + 1) * window.tokens_per_block])
                     path = (*path, (block, decoded_items(run.items)))
-                    if not run.is_hole:
-                        found[path] = (run.ids[inside], run.tier, run.priority, run.holders > 0)
+                    if inside >= run.num_gone:
+                        found[path] = (run.ids[inside - run.num_gone], run.tier, run.priority, run.holders > 0)
                 waiting += [(child, path) for child in run.children.values()]
         return found
 

@@ -251,7 +251,7 @@ class NaiveManager:
             self.publish(request_id, num_filled, partial=True)
         pinned = self.pin(request_id) if pin else None
         for window, table in zip(self.windows, sequence.tables, strict=True):
-            for block in reversed(table.blocks(table.start, table.stop)):
+            for block in window.by_turn(table.blocks(table.start, table.stop)):
                 # Whatever the next prompt shares of the last window of what is published, it reads one window before.
                 behind = block.node is not None and (block.node.ordinal + 1) * window.T
                 self.let_go(window, block, spare=behind and behind + 2 * window.size <= table.published * window.T)
@@ -287,10 +287,10 @@ class NaiveManager:
                 wanted = set(takewhile(wanted.__contains__, reversed(listed)))
             pin.held = [held for held in pin.held if held[0] is not window]
             pieces = []
-            for tail, blocks in reversed(mine):
+            for tail, blocks in window.by_turn(mine):
                 window.pins.remove(tail)
-                pieces = self.unpin_piece(window, tail, blocks, wanted, pin.paths[window]) + pieces
-            pin.held += pieces
+                pieces.append(self.unpin_piece(window, tail, blocks, wanted, pin.paths[window]))
+            pin.held += [piece for kept in window.by_turn(pieces) for piece in kept]
             pin.waiting -= wanted
         if not pin.held:
             self.pins.remove(pin)
@@ -305,7 +305,7 @@ class NaiveManager:
                 pieces[-1] = (window, block.node, [*pieces[-1][2], block])
             else:
                 pieces.append((window, tail, [block]))
-        for block in reversed(blocks):
+        for block in window.by_turn(blocks):
             if block in wanted:
                 block.pins -= 1
                 if not block.held:
@@ -349,7 +349,7 @@ class NaiveManager:
         return True
 
     def detach(self, window, table, stop):
-        for block in reversed(table.blocks(table.start, stop)):
+        for block in window.by_turn(table.blocks(table.start, stop)):
             self.let_go(window, block)
         if table.partial is not None and stop > table.published:
             table.partial = None
@@ -412,7 +412,9 @@ class NaiveManager:
         window.prune(node)
 
     def unpublish(self, window, table, ordinal):
-        for entry in reversed(table.entries[max(ordinal, table.start) - table.start : table.published - table.start]):
+        for entry in window.by_turn(
+            table.entries[max(ordinal, table.start) - table.start : table.published - table.start]
+        ):
             self.let_go(window, entry.blocks[0])
         tail = old = table.tail
         while tail.ordinal >= ordinal:

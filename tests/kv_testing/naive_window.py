@@ -121,6 +121,10 @@ class NaiveWindow:
         if block.duration_ms is not None and block.priority != DEFAULT_PRIORITY:
             block.expires_at = self.clock_ms() + block.duration_ms
 
+    def by_turn(self, blocks):
+        """The blocks of a table as they are given up: the last first, in a sliding window the first."""
+        return blocks if self.sliding else blocks[::-1]
+
     def free_all_in_front(self, blocks):
         """The first of these goes first of all."""
         for block in reversed(blocks):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kv_core.planning import Plan, num_shared_blocks
 from kv_core.retention import DEFAULT_PRIORITY, Retention
-from kv_core.runs import Run
+from kv_core.runs import Run, path
 from kv_core.sequence import Sequence, Table
 from kv_core.tiers import Tier
 from kv_core.tree import Source
@@ -31,20 +31,20 @@ def carry_out(window: Window, sequence: Sequence, table: Table, decided: Plan) -
     window.hold(tail, start)
     if sequence.wishes is not None:
         _apply_wishes(window, sequence, tail, decided)
-    path = _path(tail, start)
-    taken = _take(window, sequence, path, decided, source)
+    claimed = path(tail, start)
+    taken = _take(window, sequence, claimed, decided, source)
     table.start, table.published = start, max(decided.num_whole, start)
     ids = array("i")
-    for ours in path:
+    for ours in claimed:
         ids += ours.ids
     add_blocks(sequence, table, ids, taken, num_shared_blocks(window, sequence))
     window.counters.reused += decided.num_reused
     window.counters.missed += decided.num_missed
 
 
-def _take(window: Window, sequence: Sequence, path: list[Run], decided: Plan, source: Source | None) -> "array[int]":
+def _take(window: Window, sequence: Sequence, claimed: list[Run], decided: Plan, source: Source | None) -> "array[int]":
     """The blocks behind the claimed ones; those that are claimed on lower tiers come to the device."""
-    lower = [run for run in path if run.tier != Tier.DEVICE] if window.pool.has_lower_tiers else []
+    lower = [run for run in claimed if run.tier != Tier.DEVICE] if window.pool.has_lower_tiers else []
     if source is None:
         return take_and_onboard(window, lower, decided.num_taken)
     if decided.takes_over:
@@ -128,18 +128,6 @@ def copy(window: Window, source_id: int, block_ids: "array[int]", num_tokens: in
     window.counters.copied += len(block_ids)
 
 
-def _path(tail: Run, start: int) -> list[Run]:
-    """The runs of a path from ordinal `start` on, in order."""
-    runs: list[Run] = []
-    run = tail
-    while run.stop > start:
-        runs.append(run)
-        assert run.parent is not None, "law: the path begins at a root"
-        run = run.parent
-    runs.reverse()
-    return runs
-
-
 # Several requests of one step.
 
 
@@ -158,7 +146,7 @@ def reserve(window: Window, decided: Plan) -> Reservation:
     if source is not None and source.run is run and tail is not run:
         source = source._replace(inside=source.inside - decided.inside)
     window.border(tail, decided.start)
-    for part in _path(tail, decided.start):
+    for part in path(tail, decided.start):
         window.reserve(part)
     tail.anchors += 1
     return Reservation(tail, decided.start, None if source is None else _set_aside(window, source))
@@ -166,7 +154,7 @@ def reserve(window: Window, decided: Plan) -> Reservation:
 
 def cancel(window: Window, reserved: Reservation) -> None:
     """The request's turn has come: what it found is free again in its old place, unless somebody holds it."""
-    for part in _path(reserved.tail, reserved.start):
+    for part in path(reserved.tail, reserved.start):
         window.unreserve(part)
     if reserved.source is not None:
         window.unreserve(reserved.source)

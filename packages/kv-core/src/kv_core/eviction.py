@@ -1,15 +1,15 @@
 """Which free block is given up next (core spec 5).
 
 In:  runs that became free, are held again, were cut or shortened.
-Out: the next victim: a run, whose last block goes first.
+Out: the next victim: a run, whose last block goes first, or its first one in a sliding window.
 Law: of the free blocks of one tier on which no child on that tier depends, the one with the lowest (priority, stamp)
      goes first, and within a priority those released as `spare` before the others. Blocks are stamped when they become
-     free, the last of a table first; an order may prefer some over others within a priority. A block whose time is over
-     moves behind all that was free with the default priority.
+     free, the last of a table first, in a sliding window the first; an order may prefer some over others within a
+     priority. A block whose time is over moves behind all that was free with the default priority.
 
-One heap entry stands for all blocks of a run. Entries are dropped lazily: an entry counts only while its run still has
-the stamp in it. A run that still has children on its tier is *parked*: out of the heap, with its stamp, until the last
-of them leaves.
+One heap entry, that of the next victim, stands for all blocks of a run. Entries are dropped lazily: an entry counts
+only while its run still has the stamp in it. A run that still has children on its tier is *parked*: out of the heap,
+with its stamp, until the last of them leaves.
 """
 
 from collections.abc import Callable, Iterator
@@ -54,8 +54,11 @@ class VictimQueue(Protocol):
         """Free blocks."""
         ...
 
-    def release(self, run: Run, *, front: bool = False, spare: bool = False) -> None:
-        """All blocks of the run became free; of their priority, `spare` ones go before others, `front` before like."""
+    def release(self, run: Run, *, front: bool = False, spare: int = 0) -> None:
+        """All blocks of the run became free.
+
+        Of their priority, those before the ordinal `spare` go before others, `front` ones before others like them.
+        """
         ...
 
     def claim(self, run: Run) -> None:
@@ -63,7 +66,7 @@ class VictimQueue(Protocol):
         ...
 
     def shortened(self, run: Run, count: int) -> None:
-        """The last `count` blocks of a free run are gone; it has been made shorter already."""
+        """The first `count` victims of a free run are gone; it has been made shorter already."""
         ...
 
     def enter(self, run: Run) -> None:
@@ -75,11 +78,11 @@ class VictimQueue(Protocol):
         ...
 
     def peek(self) -> Run | None:
-        """The run whose last block is the next victim."""
+        """The run that has the next victim."""
         ...
 
-    def dropped(self, run: Run, count: int) -> None:
-        """The last `count` blocks of the run are about to lose their content for want of room."""
+    def dropped(self, run: Run, inside: int) -> None:
+        """Blocks of the run, number `inside` and some behind it, are about to lose their content for want of room."""
         ...
 
     def published(self, run: Run) -> None:
@@ -103,9 +106,10 @@ class LruQueue:
         self._limit = _SLACK
         self.num_free = 0
 
-    def release(self, run: Run, *, front: bool = False, spare: bool = False) -> None:
-        count = run.count
-        run.rank = 2 * run.priority + (not spare)
+    def release(self, run: Run, *, front: bool = False, spare: int = 0) -> None:
+        count = len(run.ids)
+        run.spare = spare
+        run.rank = 2 * run.priority + (run.stop - count >= spare)
         run.stamp = self._stamps.before(count) if front else self._stamps.behind(count)
         self.num_free += count
         heap = self._heap
@@ -116,7 +120,7 @@ class LruQueue:
     def claim(self, run: Run) -> None:
         run.stamp = None
         run.parked = False
-        self.num_free -= run.count
+        self.num_free -= len(run.ids)
 
     def shortened(self, run: Run, count: int) -> None:
         assert run.stamp is not None, "law: only free blocks are given up"
@@ -131,7 +135,7 @@ class LruQueue:
 
     def restore(self, run: Run, stamp: int) -> None:
         run.stamp = stamp
-        self.num_free += run.count
+        self.num_free += len(run.ids)
         self.enter(run)
 
     def peek(self) -> Run | None:
@@ -147,7 +151,7 @@ class LruQueue:
                 return run
         return None
 
-    def dropped(self, run: Run, count: int) -> None:
+    def dropped(self, run: Run, inside: int) -> None:
         """Nothing to remember."""
 
     def published(self, run: Run) -> None:
@@ -183,7 +187,7 @@ class S3FifoQueue:
     def num_free(self) -> int:
         return self._probation.num_free + self._proven.num_free
 
-    def release(self, run: Run, *, front: bool = False, spare: bool = False) -> None:
+    def release(self, run: Run, *, front: bool = False, spare: int = 0) -> None:
         self._of(run).release(run, front=front, spare=spare)
 
     def claim(self, run: Run) -> None:
@@ -207,9 +211,9 @@ class S3FifoQueue:
         crowded = self._probation.num_free * _PROBATION_SHARE > self.num_free
         return new if crowded or new.parent is None else old
 
-    def dropped(self, run: Run, count: int) -> None:
+    def dropped(self, run: Run, inside: int) -> None:
         if not run.hot:
-            self._ghosts[_ghost(run, run.count - count)] = None
+            self._ghosts[_ghost(run, inside)] = None
             if len(self._ghosts) > self._max_ghosts:
                 del self._ghosts[next(iter(self._ghosts))]
 

@@ -30,8 +30,8 @@ def lookup(window: Window, root: Run, log: TokenLog) -> Lookup:
     block_ids: list[BlockId | None] = []
     run, inside = found.run, found.inside
     while run.parent is not None:
-        ids = [None] * inside if run.is_hole else [BlockId(block_id) for block_id in run.ids[:inside]]
-        block_ids = [*ids, *block_ids]
+        ids = [*[None] * run.num_gone, *(BlockId(block_id) for block_id in run.ids)]
+        block_ids = [*ids[:inside], *block_ids]
         run = run.parent
         inside = run.count
     if found.source is not None:
@@ -44,7 +44,7 @@ def find(window: Window, block_id: BlockId) -> tuple[Run, int] | None:
     """The run of the tree that has the block, and where in it."""
     for run in window.tree.runs():
         if block_id in run.ids:
-            return run, run.ids.index(block_id)
+            return run, run.num_gone + run.ids.index(block_id)
     return None
 
 
@@ -110,8 +110,11 @@ def snapshot(window: Window) -> list[Event]:
         while not isinstance(root, Root):
             assert root.parent is not None, "law: chains begin at roots"
             root = root.parent
-        parent = run.parent.keys[-1] if run.parent.keys else None
-        piece = StoredPiece(tuple(run.keys), run.content(), root.width, window.tokens_per_block, run.tier, run.priority)
+        before = [*(run.parent.keys or ()), *run.keys[: run.num_gone]]
+        parent = before[-1] if before else None
+        first = run.num_gone * run.block_words * run.tokens.itemsize
+        content = run.content()[first:]
+        piece = StoredPiece(tuple(run.live_keys), content, root.width, window.tokens_per_block, run.tier, run.priority)
         events.append(Event(0, window.size, Stored(parent, root.scope, (piece,))))
     return events
 
@@ -139,7 +142,7 @@ def window_stats(window: Window) -> WindowStats:
 
 def _before(run: Run, inside: int) -> BlockId | None:
     if inside:
-        return BlockId(run.ids[inside - 1])
+        return BlockId(run.ids[inside - 1 - run.num_gone]) if inside > run.num_gone else None
     parent = run.parent
     return BlockId(parent.ids[-1]) if parent is not None and parent.ids else None
 
@@ -174,7 +177,8 @@ def _check_links(window: Window, runs: list[Run]) -> None:
         assert run.count >= 1, "law: a run has blocks"
         assert not run.wants, "law: reservations end with the call that made them"
         assert run.reserved is None, "law: reservations end with the call that made them"
-        assert len(run.ids) in (0, run.count), "law: a run has all of its blocks or none"
+        assert not run.num_gone or window.is_sliding, "law: only a sliding window forgets the first blocks of a run"
+        assert not run.num_gone or not run.holders, "law: what is held is there"
         assert not (run.is_partial and (run.children or run.count > 1)), "law: inner blocks are full"
         assert not run.items or run.count == 1, "law: items start in a run of one block"
         assert run.keys is None or len(run.keys) == run.count, "law: a key a block"
@@ -185,7 +189,6 @@ def _check_links(window: Window, runs: list[Run]) -> None:
             assert len(run.words(run.count)) == run.count * run.block_words, "law: a run has its tokens"
             assert len(run.tokens) * 2 <= run.count * run.block_words * 3, "law: at most half as much again is kept"
         if run.is_hole:
-            assert window.is_sliding, "law: only a sliding window has holes"
             assert run.children or run.anchors, "law: a hole leads somewhere"
             assert run.stamp is None, "law: a hole is not free"
             assert not run.holders, "law: nobody holds a hole"
@@ -238,10 +241,11 @@ def _check_queues(window: Window, runs: list[Run], empty: list[Run]) -> None:
     free = [run for run in [*runs, *empty] if not run.holders and not run.is_hole]
     for tier, queue in enumerate(window.queues):
         ours = [run for run in free if run.tier == tier]
-        assert queue.num_free == sum(run.count for run in ours), "law: free blocks are those that nobody holds"
+        assert queue.num_free == sum(len(run.ids) for run in ours), "law: free blocks are those that nobody holds"
         queued = {id(run) for run in queue}
         for run in ours:
             assert run.stamp is not None, "law: a free run has a place in the order"
+            assert run.rank % 2 == (run.first >= run.spare), "law: spare blocks go before others"
             assert run.parked != (id(run) in queued), "law: a free run is parked or in the heap"
             assert not run.parked or run.kin, "law: a run is parked because of its children"
     for run in runs:

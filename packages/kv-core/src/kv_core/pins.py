@@ -70,10 +70,8 @@ class Pin:
         if not window.is_sliding:
             given = set(takewhile(waiting.__contains__, reversed(self.block_ids[window.size])))
         waiting -= given
-        kept: list[Held] = []
-        for held in reversed(self.held):
-            kept += reversed(unpin(held, given)) if held.window is window else [held]
-        self.held = kept[::-1]
+        kept = [unpin(held, given) if held.window is window else [held] for held in window.by_turn(self.held)]
+        self.held = [piece for pieces in window.by_turn(kept) for piece in pieces]
 
 
 def pin_table(window: Window, table: Table) -> Held:
@@ -90,11 +88,9 @@ def pin_table(window: Window, table: Table) -> Held:
 
 
 def unpin(held: Held, given: Container[int]) -> list[Held]:
-    """Give up these of its blocks, the last one first; what is kept, in pieces."""
+    """Give up these of its blocks, the last one first, in a sliding window the first; what is kept, in pieces."""
     window, run, stop = held.window, held.tail, held.tail.stop
-    for block_id in reversed(held.private):
-        if block_id in given:
-            _unpin_one(window, block_id)
+    let_go: list[tuple[Run, int]] = []
     private = array("i", [block_id for block_id in held.private if block_id not in given])
     pieces: list[Held] = []
     if private:
@@ -104,23 +100,31 @@ def unpin(held: Held, given: Container[int]) -> list[Held]:
         start = stop - len(group)
         above = window.border(run, start)
         if is_given:
-            window.let_go(run, start)
+            let_go.append((run, start))
         else:
             pieces.append(Held(window, run, start, group, array("i")))
             run.anchors += 1
         run, stop = above, start
+    given_private = [block_id for block_id in window.by_turn(held.private) if block_id in given]
+    if not window.is_sliding:
+        _unpin_private(window, given_private)
+    for tail, start in reversed(let_go) if window.is_sliding else let_go:
+        window.let_go(tail, start)
+    if window.is_sliding:
+        _unpin_private(window, given_private)
     window.lift_anchor(held.tail)
     return pieces[::-1]
 
 
+def _unpin_private(window: Window, block_ids: list[int]) -> None:
+    for block_id in block_ids:
+        if block_id in window.pinned_runs:
+            _unpin_run(window, block_id)
+        else:
+            _unpin_one(window, block_id)
+
+
 def _unpin_one(window: Window, block_id: int) -> None:
-    if block_id in window.pinned_runs:
-        _unpin_run(window, block_id)
-    else:
-        _unpin_private(window, block_id)
-
-
-def _unpin_private(window: Window, block_id: int) -> None:
     window.pins[block_id] -= 1
     if not window.pins[block_id]:
         del window.pins[block_id]

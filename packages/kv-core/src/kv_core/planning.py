@@ -100,14 +100,14 @@ def longest(window: Window, found: Match, limit: int) -> int:
 
 
 def _longest_sliding(window: Window, found: Match, length: int) -> int:
-    """Only what the last `window - 1` tokens overlap has to be there; behind a hole the prefix is shorter."""
+    """Only what the last `window - 1` tokens overlap has to be there; before what is gone the prefix ends."""
     size = window.tokens_per_block
     run = found.run
     while length and run.parent is not None:
         first_needed = max(0, length - window.size + 1) // size
         if run.stop <= first_needed:
             break
-        if run.is_hole and max(run.start, first_needed) < length // size:
+        if max(run.start, first_needed) < min(run.first, length // size):
             length = run.start * size
         run = run.parent
     return length
@@ -209,7 +209,7 @@ def _path_source(window: Window, found: Match, length: int) -> Source | None:
         assert run.parent is not None, "law: the path begins at a root"
         run = run.parent
     source = Source(run, ordinal - run.start, length % window.tokens_per_block)
-    if run.is_hole or not window.config.partial_reuse or not window.may_serve_in_part(source):
+    if ordinal < run.first or not window.config.partial_reuse or not window.may_serve_in_part(source):
         return None
     return source
 

@@ -102,7 +102,7 @@ class _Chain:
             if child is None:
                 self._enter(self._new_run(at, last, table.ids[at - table.start : last - table.start]), wish)
                 continue
-            child = self._cut_to(child, at, last)
+            child = self._cut_to(child, at, min(last, child.first) if child.num_gone else last)
             if child.is_hole:
                 child.ids = table.ids[at - table.start : child.stop - table.start]
                 self._enter(child, wish)

@@ -6,8 +6,15 @@ Law: all blocks of a run have the same holders, priority, duration, expiry and t
      order of victims. Cutting and joining change nothing that can be observed; the lower part stays the object.
 
     tokens   |block 0|block 1|block 2|     `block_words` words each, from word `base` of an array on
-    ids      |   17  |   4   |   9   |     empty in a hole: the way to descendants, without blocks
+    ids      |   17  |   4   |   9   |
     stamp    |  s+2  |  s+1  |   s   |     the last block is the first victim
+
+    in a sliding window, where nothing depends on the blocks before, the first block is the first victim:
+
+    tokens   |block 0|block 1|block 2|     the way to descendants
+    ids      |  gone |   4   |   9   |     none at all in a hole
+    stamp    |       |   s   |  s+1  |
+    spare    before this ordinal they go before other runs of their priority
 """
 
 from array import array
@@ -26,6 +33,7 @@ _SLACK: Final = 3
 class Run:
     """See the module. `stop` is the ordinal behind the last block; `kin` counts children on the same tier.
 
+    `count` includes the `num_gone` first blocks, which are not there any more; `rank` is that of the first victim.
     `stamp` None: not among the free. A free run that requests about to be admitted want (`wants` of them) is out of
     the victims' way; `reserved` is then its stamp.
     """
@@ -51,6 +59,7 @@ class Run:
         "priority",
         "rank",
         "reserved",
+        "spare",
         "stamp",
         "start",
         "stop",
@@ -87,6 +96,7 @@ class Run:
         self.parked = False
         self.wants = 0
         self.reserved: int | None = None
+        self.spare = 0
         self.tier = 0
         self.used = 0
         self.hot = False
@@ -103,6 +113,26 @@ class Run:
     @property
     def is_hole(self) -> bool:
         return not self.ids
+
+    @property
+    def num_gone(self) -> int:
+        """First blocks that are not there any more."""
+        return self.count - len(self.ids)
+
+    @property
+    def first(self) -> int:
+        """The ordinal of the first block that is there."""
+        return self.stop - len(self.ids)
+
+    @property
+    def num_alike(self) -> int:
+        """How many of the blocks go before the next run does."""
+        return self.spare - self.first if self.first < self.spare < self.stop else len(self.ids)
+
+    @property
+    def live_keys(self) -> list[BlockKey]:
+        """The keys of the blocks that are there; none if nobody listens."""
+        return [] if self.keys is None else self.keys[self.num_gone :]
 
     def adopt(self, child: "Run", key: bytes) -> None:
         """Link a child under the bytes of its first block."""
@@ -163,6 +193,12 @@ class Run:
         """All tokens as bytes, little-endian."""
         return little(self.tokens if self.is_partial else self.words(self.count))
 
+    def forget(self, count: int) -> None:
+        """The first `count` blocks, but not all, are given up; their place stays."""
+        del self.ids[:count]
+        if self.first >= self.spare:
+            self.rank |= 1
+
     def shorten(self, count: int) -> None:
         """The last `count` blocks, but not all, are given up."""
         del self.ids[-count:]
@@ -180,20 +216,16 @@ class Run:
             self.base = 0
 
     def continues(self, upper: "Run") -> bool:
-        """Whether nothing tells the blocks of two free runs, this one below `upper`, apart any more."""
+        """Whether nothing tells the blocks of two runs of one table, this one below `upper`, apart any more."""
         return (
-            self.stamp is not None
-            and upper.stamp == self.stamp + self.count
+            self.holders == upper.holders == 1
             and len(upper.children) == 1
-            and upper.parent is not None
-            and not (upper.anchors or upper.parked or upper.wants or self.wants)
-            and not (upper.items or self.items or self.is_partial)
+            and not (upper.anchors or upper.items or self.items)
             and self._fate() == upper._fate()
         )
 
     def _fate(self) -> tuple[int | bool | None, ...]:
-        kept = self.rank, self.priority, self.duration_ms, self.expires_at
-        return *kept, self.tier, self.used, self.hot, self.keys is None
+        return self.priority, self.duration_ms, self.used, self.hot
 
     def join(self, upper: "Run") -> None:
         """Take the blocks of the run above, which this one continues: what `cut` does, undone."""
@@ -208,27 +240,30 @@ class Run:
         self.start = upper.start
         self.count += upper.count
         self.parent = parent
-        upper.parent = upper.stamp = upper.expires_at = None
+        upper.parent = None
 
-    def cut(self, count: int) -> "Run":
+    def cut(self, count: int, *, front_first: bool) -> "Run":
         """Give the first `count` blocks to a new run above; self keeps the rest. Returns the new run.
 
-        A caller that keeps victims in order must enter the new run there if it has a stamp.
+        A caller that keeps victims in order must enter a run there whose stamp is new: with `front_first`, where the
+        first block is the first victim, that is self too.
         """
         parent = self.parent
         assert parent is not None, "law: what is cut is in the tree"
-        upper = Run(parent, self.start, self.tokens, self.ids[:count], self.block_words)
+        num_upper = max(0, count - self.num_gone)
+        upper = Run(parent, self.start, self.tokens, self.ids[:num_upper], self.block_words)
         upper.base = self.base
         upper.count = count
         upper.stop = self.start + count
         parent.replace(self.key(), upper)
-        upper.priority, upper.duration_ms, upper.expires_at = self.priority, self.duration_ms, self.expires_at
-        upper.rank, upper.holders, upper.tier = self.rank, self.holders, self.tier
-        upper.used, upper.hot = self.used, self.hot
+        upper.used, upper.hot, upper.tier = self.used, self.hot, self.tier
+        if num_upper:
+            upper.priority, upper.duration_ms, upper.expires_at = self.priority, self.duration_ms, self.expires_at
+            upper.rank, upper.spare, upper.holders = self.rank, self.spare, self.holders
         if self.keys is not None:
             upper.keys, self.keys = self.keys[:count], self.keys[count:]
         self.base += count * self.block_words
-        self.ids = self.ids[count:]
+        self.ids = self.ids[num_upper:]
         self.start += count
         self.count -= count
         smaller = upper if count < self.count else self
@@ -236,20 +271,42 @@ class Run:
         upper.settle()
         self.settle()
         self.parent = upper
-        if self.stamp is not None:
-            upper.stamp = self.stamp + self.count
-        if self.wants:
+        if num_upper:
             upper.wants = self.wants
-            upper.reserved = None if self.reserved is None else self.reserved + self.count
+            upper.stamp, self.stamp = self._cut_stamp(self.stamp, num_upper, front_first)
+            upper.reserved, self.reserved = self._cut_stamp(self.reserved, num_upper, front_first)
+            if self.first >= self.spare:
+                self.rank |= 1
         upper.adopt(self, self.key())
+        if not num_upper and upper.tier:
+            upper.move(0)
         return upper
+
+    def _cut_stamp(self, stamp: int | None, num_upper: int, front_first: bool) -> tuple[int | None, int | None]:
+        """The stamps of the upper part and of what is left."""
+        if stamp is None:
+            return None, None
+        return (stamp, stamp + num_upper) if front_first else (stamp + self.count, stamp)
+
+
+def path(tail: Run, start: int) -> list[Run]:
+    """The runs of a path from ordinal `start` (a border of runs) on, in order."""
+    runs: list[Run] = []
+    run = tail
+    while run.stop > start:
+        runs.append(run)
+        assert run.parent is not None, "law: the path begins at a root"
+        run = run.parent
+    runs.reverse()
+    return runs
 
 
 def heal(tail: Run, start: int) -> None:
-    """Join what of a path became free together: holes that were filled again leave it in pieces."""
+    """Join what of a table's path became alike: holes that were filled again leave it in pieces."""
     run = tail
-    while run.stop > start and run.parent is not None:
+    while run.start > start:
         upper = run.parent
+        assert upper is not None, "law: the path begins at a root"
         if run.continues(upper):
             run.join(upper)
         else:

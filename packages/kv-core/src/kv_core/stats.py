@@ -1,11 +1,21 @@
 """Counters of the manager, as values (core spec 14 and D54, D55).
 
 In:  -
-Out: `WindowStats` and `ManagerStats`.
+Out: `Counters`, which a window counts in; `WindowStats` and `ManagerStats`, which are told.
 Law: occupancy is told per tier and never mixed; a rate is 0 where there is nothing to divide by.
 """
 
 from typing import NamedTuple
+
+
+class Counters:
+    """Totals of one window since the start; see `WindowStats`."""
+
+    __slots__ = ("allocated", "copied", "dropped", "fresh", "missed", "offloaded", "onboarded", "reused")
+
+    def __init__(self) -> None:
+        self.allocated = self.fresh = self.reused = self.missed = 0
+        self.onboarded = self.offloaded = self.copied = self.dropped = 0
 
 
 class TierStats(NamedTuple):

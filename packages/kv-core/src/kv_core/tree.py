@@ -50,7 +50,7 @@ class Source(NamedTuple):
 
     @property
     def block_id(self) -> int:
-        return self.run.ids[self.inside]
+        return self.run.ids[self.inside - self.run.count]  # from the end: the first ones may be gone
 
     @property
     def is_leaf(self) -> bool:
@@ -121,7 +121,7 @@ class Tree:
             return None
         items = log.items.get(at, b"")
         if inside < run.count:
-            if run.is_hole:
+            if inside < run.num_gone:
                 return None
             num_common = common_tokens(block, items, run.block(inside), b"", log.width)
             found = Source(run, inside, num_common)
@@ -146,7 +146,7 @@ class Tree:
                 found = Source(child, 0, num_common)
                 if (
                     num_common
-                    and not child.is_hole
+                    and not child.num_gone
                     and (best is None or _rank(found) > _rank(best))
                     and eligible(found)
                 ):

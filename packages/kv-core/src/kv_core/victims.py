@@ -41,7 +41,7 @@ def _take_plainly(window: Window, count: int) -> "array[int]":
     while wanted:
         run = queue.peek()
         assert run is not None, "law: every free block can be taken"
-        taken = min(wanted, run.count)
+        taken = min(wanted, run.num_alike)
         if run.parent is None:
             window.counters.fresh += taken
         found += give_up(window, run, taken)
@@ -50,17 +50,16 @@ def _take_plainly(window: Window, count: int) -> "array[int]":
 
 
 def give_up(window: Window, run: Run, count: int) -> "array[int]":
-    """The last `count` blocks of a free run lose their content; their ids, the last block first."""
-    ids = run.ids[-count:]
-    ids.reverse()
+    """The next `count` victims of a free run lose their content; their ids, in the order of victims."""
+    inside = run.num_gone if window.is_sliding else run.count - count
+    first = inside - run.num_gone
+    ids = window.by_turn(run.ids[first : first + count])
     if run.parent is not None:
         window.counters.dropped += count
-        window.queues[run.tier].dropped(run, count)
+        window.queues[run.tier].dropped(run, inside)
         if window.events is not None and run.keys is not None:
-            window.events.removed(window.size, run.keys[: -count - 1 : -1])
-    if run.count > count and (run.children or run.anchors):
-        window.cut(run, run.count - count)
-    if run.count > count:
+            window.events.removed(window.size, window.by_turn(run.keys[inside : inside + count]))
+    if len(run.ids) > count:
         _shorten(window, run, count)
     else:
         window.queues[run.tier].claim(run)
@@ -69,7 +68,12 @@ def give_up(window: Window, run: Run, count: int) -> "array[int]":
 
 
 def _shorten(window: Window, run: Run, count: int) -> None:
-    run.shorten(count)
+    if window.is_sliding:
+        run.forget(count)
+    else:
+        if run.children or run.anchors:  # a path that is not held may end here; what follows it is a hole then
+            window.cut(run, run.count - count)
+        run.shorten(count)
     window.queues[run.tier].shortened(run, count)
     window.expiries.enter(run)
 
@@ -208,24 +212,36 @@ def _choose(window: Window, tier: int, count: int) -> list[_Piece]:
     while count:
         run = queue.peek()
         assert run is not None, "law: every free block can be taken"
-        taken = min(count, run.count)
+        taken = min(count, run.num_alike)
         count -= taken
         if run.parent is None:
             window.counters.fresh += taken if tier == Tier.DEVICE else 0
-            chosen.append(_Piece(Run(None, 0, NO_WORDS, give_up(window, run, taken)[::-1]), moves=False))
+            chosen.append(_Piece(Run(None, 0, NO_WORDS, window.by_turn(give_up(window, run, taken))), moves=False))
             continue
-        if taken < run.count:
-            window.cut(run, run.count - taken)
+        run = _cut_off(window, run, taken)
         queue.claim(run)
         below_it = () if window.is_sliding else run.children.values()
         is_needed = any(child.tier != IN_TRANSIT or child in movable for child in below_it)
         if has_below and (is_needed or run.priority >= window.config.offload_min_priority):
             movable.add(run)
         parent = run.parent
+        assert parent is not None, "law: only a block of the tree is moved"
         run.move(IN_TRANSIT)
         window.unpark(parent)
         chosen.append(_Piece(run, moves=run in movable))
     return chosen
+
+
+def _cut_off(window: Window, run: Run, count: int) -> Run:
+    """The next `count` victims of a run as a run of their own."""
+    if run.num_gone:
+        window.cut(run, run.num_gone)
+    if count == run.count:
+        return run
+    if window.is_sliding:
+        return window.cut(run, count)
+    window.cut(run, run.count - count)
+    return run
 
 
 def _decide(window: Window, tier: int, chosen: list[_Piece], count_later: int) -> list[_Piece]:
@@ -240,7 +256,9 @@ def _decide(window: Window, tier: int, chosen: list[_Piece], count_later: int) -
         if num_moved == run.count:
             decided.append(_Piece(run, moves=True))
         elif num_moved:
-            decided += [_Piece(window.cut(run, num_moved), moves=True), _Piece(run, moves=False)]
+            upper = window.cut(run, run.count - num_moved if window.is_sliding else num_moved)
+            later, sooner = (run, upper) if window.is_sliding else (upper, run)
+            decided += [_Piece(later, moves=True), _Piece(sooner, moves=False)]
         else:
             decided.append(_Piece(run, moves=False))
     decided.reverse()
@@ -255,9 +273,9 @@ def _drop(window: Window, run: Run, tier: int) -> _Room:
     if run.parent is not None:
         window.counters.dropped += run.count
         window.queues[tier].dropped(run, run.count)
-    notes: list[list[Note]] = [[(key, None)] for key in reversed(run.keys or ())] or [[] for _ in run.ids]
+    notes: list[list[Note]] = [[(key, None)] for key in window.by_turn(run.keys or [])] or [[] for _ in run.ids]
     notes[0] = lost + notes[0]
-    room = _Room(run.ids[::-1], notes)
+    room = _Room(window.by_turn(run.ids), notes)
     _vanish(window, run)
     return room
 
@@ -296,13 +314,13 @@ def _move(window: Window, run: Run, tier: int, below: _Room) -> _Room:
     """The blocks of a chosen run go down a tier, to the next of the places below; their own are given out."""
     carriers, below_notes = below.ids[: run.count], below.notes[: run.count]
     del below.ids[: run.count], below.notes[: run.count]
-    for block_id, carrier in zip(reversed(run.ids), carriers, strict=True):
+    for block_id, carrier in zip(window.by_turn(run.ids), carriers, strict=True):
         _swap(window, block_id, carrier)
     run.move(tier + 1)
     window.queues[tier + 1].release(run)
     window.expiries.enter(run)
     window.counters.offloaded += run.count
-    moved: list[list[Note]] = [[(key, tier + 1)] for key in reversed(run.keys or ())] or [[] for _ in run.ids]
+    moved: list[list[Note]] = [[(key, tier + 1)] for key in window.by_turn(run.keys or [])] or [[] for _ in run.ids]
     return _Room(carriers, [ours + theirs for ours, theirs in zip(moved, below_notes, strict=True)])
 
 

@@ -4,12 +4,12 @@ In:  runs and tables.
 Out: `Window`, whose methods hold, let go, cut and unlink runs and free private blocks.
 Law: free blocks are exactly those that nobody holds. In a window that is not sliding a table holds its whole chain, so
      a run that nobody holds has no held descendant and every free block can be taken. In a sliding window spans are
-     held, and a run in the middle may lose its blocks and remain as a hole until its last descendant goes.
+     held, a run loses its first blocks first, and one without any remains as a hole until its last descendant goes.
 """
 
 from array import array
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol, Self, TypeVar
 
 from kv_core.config import CacheType, ManagerConfig, WindowConfig
 from kv_core.event_log import EventLog
@@ -17,23 +17,24 @@ from kv_core.eviction import Expiries, Stamps, victim_queue
 from kv_core.keys import Scope
 from kv_core.pool import BlockPool
 from kv_core.retention import DEFAULT_PRIORITY, MIN_PRIORITY, UNSET, Retention
-from kv_core.runs import NO_WORDS, Run, heal
+from kv_core.runs import NO_WORDS, Run, heal, path
 from kv_core.sequence import Sequence, Table
+from kv_core.stats import Counters
 from kv_core.tiers import CopyLog, Tier
 from kv_core.tree import Root, Source, Tree
 
 IN_TRANSIT: Final = -1
 """Tier of a run that was chosen as victim and is not yet dealt with; no tier's queue and no kin counts it."""
+_ALL: Final = 1 << 62
 
 
-class Counters:
-    """Totals of one window since the start; see `WindowStats`."""
+class _Ordered(Protocol):
+    """What can be turned round."""
 
-    __slots__ = ("allocated", "copied", "dropped", "fresh", "missed", "offloaded", "onboarded", "reused")
+    def __getitem__(self, part: slice, /) -> Self: ...
 
-    def __init__(self) -> None:
-        self.allocated = self.fresh = self.reused = self.missed = 0
-        self.onboarded = self.offloaded = self.copied = self.dropped = 0
+
+Parts = TypeVar("Parts", bound=_Ordered)
 
 
 class Window:
@@ -90,7 +91,7 @@ class Window:
         self.overrides: dict[int, Retention] = {}
         self.pinned_runs: dict[int, tuple[Run, int]] = {}
         for tier in Tier:
-            self.release_empty(array("i", reversed(self.pool.ids_of(tier))), UNSET, tier=tier)
+            self.release_empty(self.by_turn(array("i", self.pool.ids_of(tier))), UNSET, tier=tier)
 
     @property
     def num_free(self) -> int:
@@ -131,16 +132,17 @@ class Window:
         run.used = self.now
         run.hot = True
 
-    def let_go(self, tail: Run, start: int, *, spare: bool = False) -> None:
-        """One holder less for the path that ends with `tail`, the last block first."""
-        run = tail
-        while run.stop > start:
-            assert run.parent is not None, "law: the path begins at a root"
-            parent = run.parent
-            self.let_go_one(run, spare=spare)
-            run = parent
+    def by_turn(self, parts: Parts) -> Parts:
+        """What is in the order of a table, in the order in which it is given up, and the other way round."""
+        return parts if self.is_sliding else parts[::-1]
 
-    def let_go_one(self, run: Run, *, spare: bool = False) -> None:
+    def let_go(self, tail: Run, start: int) -> None:
+        """One holder less for the path that ends with `tail`."""
+        for run in self.by_turn(path(tail, start)):
+            self.let_go_one(run)
+
+    def let_go_one(self, run: Run, *, spare: int = 0) -> None:
+        """One holder less; of what nobody holds any more, blocks before the ordinal `spare` go first."""
         run.holders -= 1
         assert run.holders >= 0, "law: only what is held is let go"
         if not run.holders:
@@ -186,10 +188,11 @@ class Window:
 
     def cut(self, run: Run, count: int) -> Run:
         """Cut a run behind its first `count` blocks; the upper part is returned."""
-        upper = run.cut(count)
+        upper = run.cut(count, front_first=self.is_sliding)
         if upper.stamp is not None:
-            self.queues[upper.tier].enter(upper)
-            self.expiries.enter(upper)
+            for part in (upper, run) if self.is_sliding else (upper,):
+                self.queues[part.tier].enter(part)
+                self.expiries.enter(part)
         return upper
 
     def border(self, tail: Run, ordinal: int) -> Run:
@@ -250,14 +253,16 @@ class Window:
     def release_empty(
         self, ids: "array[int]", wish: Retention, *, front: bool = False, tier: int = Tier.DEVICE
     ) -> None:
-        """These blocks hold nothing that is wanted; the last one goes first."""
+        """These blocks hold nothing that is wanted; in the order of a table, or in `front` the last goes first."""
         if not ids:
             return
+        if front and self.is_sliding:
+            ids = ids[::-1]
         run = Run(None, 0, NO_WORDS, ids)
         run.tier = tier
         run.priority = DEFAULT_PRIORITY if wish.priority is None else wish.priority
         run.duration_ms = wish.duration_ms
-        self.queues[tier].release(run, front=front, spare=self.is_sliding)
+        self.queues[tier].release(run, front=front, spare=_ALL if self.is_sliding else 0)
         self.expiries.released(run)
 
     def release_private(self, ids: "array[int]", wish: Retention, *, front: bool = False) -> None:
@@ -293,19 +298,12 @@ class Window:
                 self.overrides.pop(block_id, None)
 
     def release_table(self, sequence: Sequence, table: Table) -> None:
-        """Give up everything a table holds, the last block first."""
-        first_private = max(table.published, table.start)
-        self.release_span(sequence, table, first_private + (table.partial is not None), table.stop)
-        if table.partial is not None:
-            self.let_go_one(table.partial)
-            table.partial = None
-        spare = self._num_spare(table)
-        behind = self.border(table.tail, spare) if spare > table.start else None
-        self.let_go(table.tail, max(spare, table.start))
-        if behind is not None:
-            self.let_go(behind, table.start, spare=True)
+        """Give up everything a table holds."""
+        spare = 0
         if self.is_sliding:
+            spare = self._num_spare(table)
             heal(table.tail, table.start)
+        self._give_up(sequence, table, table.stop, spare)
         self.lift_anchor(table.tail)
 
     def _num_spare(self, table: Table) -> int:
@@ -313,38 +311,45 @@ class Window:
 
         Why not all before the last window: the next prompt may go on a little before the end of this one.
         """
-        if not self.is_sliding:
-            return 0
         return max(0, table.published * self.tokens_per_block - 2 * self.size) // self.tokens_per_block
 
-    def release_span(self, sequence: Sequence, table: Table, start: int, stop: int) -> None:
-        """Give up the private blocks of these ordinals, the last first, each with the priority that was wished."""
-        if start < stop:
-            for first, last, wish in reversed(self.wished(sequence, table, start, stop)):
-                self.release_private(table.private_ids(first, last), wish)
-
     def detach(self, sequence: Sequence, table: Table, front: int) -> None:
-        """Drop all blocks before ordinal `front`, the last of them first."""
-        if table.partial is not None and front > table.published:
-            self.release_span(sequence, table, table.published + 1, front)
-            self.let_go_one(table.partial)
-            table.partial = None
-        else:
-            self.release_span(sequence, table, max(table.published, table.start), front)
-        if table.start < table.published:
-            self.let_go(self.border(table.tail, min(front, table.published)), table.start)
+        """Drop all blocks before ordinal `front`."""
+        self._give_up(sequence, table, front, 0)
         del table.ids[: front - table.start]
         table.start = front
+
+    def _give_up(self, sequence: Sequence, table: Table, stop: int, spare: int) -> None:
+        """Give up what a table holds before ordinal `stop`, the last block first, in a sliding window the first."""
+        published = min(stop, table.published)
+        runs = path(self.border(table.tail, published), table.start)
+        first_private = max(published, table.start)
+        if table.partial is not None and stop > published:
+            runs.append(table.partial)
+            table.partial = None
+            first_private += 1
+        if not self.is_sliding:
+            self._release_private_span(sequence, table, first_private, stop)
+        for run in self.by_turn(runs):
+            self.let_go_one(run, spare=spare)
+        if self.is_sliding:
+            self._release_private_span(sequence, table, first_private, stop)
+
+    def _release_private_span(self, sequence: Sequence, table: Table, start: int, stop: int) -> None:
+        """Give up the private blocks of these ordinals, each with the priority that was wished."""
+        if start < stop:
+            for first, last, wish in self.by_turn(self.wished(sequence, table, start, stop)):
+                self.release_private(table.private_ids(first, last), wish)
 
     def refresh(self) -> int:
         """Priorities fall back whose time is over; the number of blocks."""
         num_blocks = 0
         for run in self.expiries.due():
-            num_blocks += run.count
+            num_blocks += len(run.ids)
             if self.events is not None and run.keys is not None:
-                self.events.priority_changed(self.size, run.keys, run.priority, DEFAULT_PRIORITY)
+                self.events.priority_changed(self.size, run.live_keys, run.priority, DEFAULT_PRIORITY)
             run.priority, run.duration_ms = DEFAULT_PRIORITY, None
             queue = self.queues[run.tier]
             queue.claim(run)
-            queue.release(run, spare=self.is_sliding and run.parent is None)
+            queue.release(run, spare=_ALL if self.is_sliding and run.parent is None else 0)
         return num_blocks
