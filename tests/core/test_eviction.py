@@ -10,14 +10,14 @@ from kv_core.config import ManagerConfig, Order, WindowConfig
 from kv_core.eviction import Expiries, LruQueue, S3FifoQueue, Stamps, victim_queue
 from kv_core.manager import KVCacheManager
 from kv_core.request import Request
-from kv_core.runs import NO_WORDS, Run, heal
+from kv_core.runs import Run, heal
 from kv_testing.managers import Clock, found, manager, request, run
 
 ORDERS = pytest.mark.parametrize("order", list(Order))
 
 
 def empty(*ids):
-    return Run(None, 0, NO_WORDS, array("i", ids))
+    return Run(None, 0, b"", array("i", ids))
 
 
 def drain(queue):
@@ -114,10 +114,8 @@ def test_proven_runs_outlive_a_scan():
 
 def test_what_comes_back_after_it_was_dropped_is_proven():
     queue = S3FifoQueue(Stamps(), leaf_first=True, num_blocks=8)
-    root = Run(None, 0, NO_WORDS, array("i"))
-    dropped, back, other = (
-        Run(root, 0, array("I", [token] * 4), array("i", [at]), 4) for at, token in enumerate((1, 1, 2))
-    )
+    root = Run(None, 0, b"", array("i"))
+    dropped, back, other = (Run(root, 0, bytes([token] * 4), array("i", [at]), 4) for at, token in enumerate((1, 1, 2)))
     queue.dropped(dropped, 0)
     queue.published(back)
     queue.published(other)

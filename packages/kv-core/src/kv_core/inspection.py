@@ -112,8 +112,7 @@ def snapshot(window: Window) -> list[Event]:
             root = root.parent
         before = [*(run.parent.keys or ()), *run.keys[: run.num_gone]]
         parent = before[-1] if before else None
-        first = run.num_gone * run.block_words * run.tokens.itemsize
-        content = run.content()[first:]
+        content = run.content()[run.num_gone * run.block_bytes :]
         piece = StoredPiece(tuple(run.live_keys), content, root.width, window.tokens_per_block, run.tier, run.priority)
         events.append(Event(0, window.size, Stored(parent, root.scope, (piece,))))
     return events
@@ -184,10 +183,10 @@ def _check_links(window: Window, runs: list[Run]) -> None:
         assert run.keys is None or len(run.keys) == run.count, "law: a key a block"
         assert (run.keys is None) == (window.events is None), "law: keys are kept when somebody listens"
         if run.is_partial:
-            assert 0 < len(run.tokens) < run.block_words, "law: a block that is not full has tokens"
+            assert 0 < len(run.tokens) < run.block_bytes, "law: a block that is not full has tokens"
         else:
-            assert len(run.words(run.count)) == run.count * run.block_words, "law: a run has its tokens"
-            assert len(run.tokens) * 2 <= run.count * run.block_words * 3, "law: at most half as much again is kept"
+            assert len(run.content()) == run.count * run.block_bytes, "law: a run has its tokens"
+            assert len(run.tokens) * 2 <= run.count * run.block_bytes * 3, "law: at most half as much again is kept"
         if run.is_hole:
             assert run.children or run.anchors, "law: a hole leads somewhere"
             assert run.stamp is None, "law: a hole is not free"

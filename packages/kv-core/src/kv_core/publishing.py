@@ -70,10 +70,9 @@ class _Chain:
         self.sequence = sequence
         self.table = table
         self.items = log.items
-        self.words = log.words
+        self.told = log.told
         self.width = log.width
-        self.token_words = log.token_words
-        self.block_words = log.block_words
+        self.block_bytes = log.block_bytes
         self.keys = keys
         self.num_stored = 0
         self._news: list[Run] = []
@@ -116,11 +115,11 @@ class _Chain:
         at = filled.stop
         if at >= table.stop or at in self.items or at < table.start:
             return
-        first = at * self.block_words
-        tokens = self.words[first : first + filled.tail_tokens * self.token_words]
-        if tokens.tobytes() in table.tail.children:
+        first = at * self.block_bytes
+        tokens = self.told[first : first + filled.tail_tokens * self.width]
+        if tokens in table.tail.children:
             return
-        run = Run(table.tail, at, tokens, table.ids[at - table.start : at - table.start + 1], self.block_words)
+        run = Run(table.tail, at, tokens, table.ids[at - table.start : at - table.start + 1], self.block_bytes)
         run.is_partial = True
         self._link(run, at + 1)
         [(_, _, wish)] = window.wished(self.sequence, table, at, at + 1)
@@ -144,19 +143,19 @@ class _Chain:
         return StoredPiece(keys, run.content(), self.width, self.window.tokens_per_block, run.tier, run.priority)
 
     def _child(self, at: int) -> Run | None:
-        key = self.words[at * self.block_words : (at + 1) * self.block_words].tobytes()
+        key = self.told[at * self.block_bytes : (at + 1) * self.block_bytes]
         if self.items and at in self.items:
             key += self.items[at]
         return self.table.tail.children.get(key)
 
     def _cut_to(self, child: Run, at: int, stop: int) -> Run:
         """The part of the child that the table's content shares, as a run of its own."""
-        common = common_blocks(child, self.words, at, stop)
+        common = common_blocks(child, self.told, at, stop)
         return self.window.cut(child, common) if common < child.count else child
 
     def _new_run(self, at: int, stop: int, ids: "array[int]") -> Run:
-        run = Run(self.table.tail, at, self.words, ids, self.block_words)
-        run.base = at * self.block_words
+        run = Run(self.table.tail, at, self.told, ids, self.block_bytes)
+        run.base = at * self.block_bytes
         run.count = stop - at
         run.stop = stop
         run.settle()

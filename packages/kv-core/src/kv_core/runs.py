@@ -5,7 +5,7 @@ Out: `Run`, a node of the reuse tree (or a stretch of empty blocks outside of it
 Law: all blocks of a run have the same holders, priority, duration, expiry and tier, and neighbouring places in the
      order of victims. Cutting and joining change nothing that can be observed; the lower part stays the object.
 
-    tokens   |block 0|block 1|block 2|     `block_words` words each, from word `base` of an array on
+    tokens   |block 0|block 1|block 2|     `block_bytes` each, from byte `base` of some on
     ids      |   17  |   4   |   9   |
     stamp    |  s+2  |  s+1  |   s   |     the last block is the first victim
 
@@ -23,11 +23,9 @@ from typing import Final
 
 from kv_core.keys import BlockKey
 from kv_core.retention import DEFAULT_PRIORITY
-from kv_core.token_log import little
 
-NO_WORDS: Final = array("I")
 _SLACK: Final = 3
-"""A run may keep an array alive of which it uses two of three words; what is less is copied."""
+"""A run may keep bytes alive of which it uses two of three; what is less is copied."""
 
 
 class Run:
@@ -41,7 +39,7 @@ class Run:
     __slots__ = (
         "anchors",
         "base",
-        "block_words",
+        "block_bytes",
         "children",
         "count",
         "duration_ms",
@@ -70,7 +68,7 @@ class Run:
     )
 
     def __init__(
-        self, parent: "Run | None", start: int, tokens: "array[int]", ids: "array[int]", block_words: int = 0
+        self, parent: "Run | None", start: int, tokens: bytes, ids: "array[int]", block_bytes: int = 0
     ) -> None:
         self.parent = parent
         self.start = start
@@ -79,7 +77,7 @@ class Run:
         self.count = len(ids)
         self.stop = start + self.count
         self.base = 0
-        self.block_words = block_words
+        self.block_bytes = block_bytes
         self.items = b""
         self.is_partial = False
         self.keys: list[BlockKey] | None = None
@@ -174,24 +172,20 @@ class Run:
     def key(self) -> bytes:
         """The bytes under which the parent knows the run."""
         if self.is_partial:
-            return self.tokens.tobytes()
-        first = self.tokens[self.base : self.base + self.block_words].tobytes()
+            return self.tokens
+        first = self.tokens[self.base : self.base + self.block_bytes]
         return first + self.items if self.items else first
 
     def block(self, inside: int) -> bytes:
         """The tokens of one block."""
         if self.is_partial:
-            return self.tokens.tobytes()
-        first = self.base + inside * self.block_words
-        return self.tokens[first : first + self.block_words].tobytes()
-
-    def words(self, count: int) -> "array[int]":
-        """The tokens of the first `count` blocks."""
-        return self.tokens[self.base : self.base + count * self.block_words]
+            return self.tokens
+        first = self.base + inside * self.block_bytes
+        return self.tokens[first : first + self.block_bytes]
 
     def content(self) -> bytes:
-        """All tokens as bytes, little-endian."""
-        return little(self.tokens if self.is_partial else self.words(self.count))
+        """The tokens of all blocks."""
+        return self.tokens if self.is_partial else self.tokens[self.base : self.base + self.count * self.block_bytes]
 
     def forget(self, count: int) -> None:
         """The first `count` blocks, but not all, are given up; their place stays."""
@@ -210,9 +204,8 @@ class Run:
 
     def settle(self) -> None:
         """Copy the tokens if they are a small part of what they keep alive."""
-        num_words = self.count * self.block_words
-        if len(self.tokens) * 2 > num_words * _SLACK:
-            self.tokens = self.words(self.count)
+        if len(self.tokens) * 2 > self.count * self.block_bytes * _SLACK:
+            self.tokens = self.content()
             self.base = 0
 
     def continues(self, upper: "Run") -> bool:
@@ -232,7 +225,7 @@ class Run:
         parent = upper.parent
         assert parent is not None, "law: what is joined is in the tree"
         parent.replace(upper.key(), self)
-        self.tokens = upper.words(upper.count) + self.words(self.count)
+        self.tokens = upper.content() + self.content()
         self.base = 0
         self.ids = upper.ids + self.ids
         if self.keys is not None and upper.keys is not None:
@@ -251,7 +244,7 @@ class Run:
         parent = self.parent
         assert parent is not None, "law: what is cut is in the tree"
         num_upper = max(0, count - self.num_gone)
-        upper = Run(parent, self.start, self.tokens, self.ids[:num_upper], self.block_words)
+        upper = Run(parent, self.start, self.tokens, self.ids[:num_upper], self.block_bytes)
         upper.base = self.base
         upper.count = count
         upper.stop = self.start + count
@@ -262,12 +255,12 @@ class Run:
             upper.rank, upper.spare, upper.holders = self.rank, self.spare, self.holders
         if self.keys is not None:
             upper.keys, self.keys = self.keys[:count], self.keys[count:]
-        self.base += count * self.block_words
+        self.base += count * self.block_bytes
         self.ids = self.ids[num_upper:]
         self.start += count
         self.count -= count
         smaller = upper if count < self.count else self
-        smaller.tokens, smaller.base = smaller.words(smaller.count), 0
+        smaller.tokens, smaller.base = smaller.content(), 0
         upper.settle()
         self.settle()
         self.parent = upper

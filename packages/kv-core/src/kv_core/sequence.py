@@ -50,7 +50,7 @@ class Table:
     @property
     def num_partial_tokens(self) -> int:
         """Tokens of the published block that is not full."""
-        return 0 if self.partial is None else len(self.partial.tokens) // self.root.token_words
+        return 0 if self.partial is None else len(self.partial.tokens) // self.root.width
 
     def private_ids(self, start: int, stop: int) -> "array[int]":
         """Blocks of ordinals `start <= i < stop`, of all beams, by ordinal and then by beam."""

@@ -1,12 +1,12 @@
-"""The tokens of one request as machine words, in which all comparison happens.
+"""The tokens of one request as bytes, in which all comparison happens.
 
 In:  token ids, optionally one extra id each, and the multimodal items that start among them.
-Out: `TokenLog`: an array of words, and for each block in which items start, their encoding.
-Law: equal words and equal items mean equal content. Tokens are told once and turned to words once. An array that was
-     given out never changes: runs of the tree keep parts of it without a copy.
+Out: `TokenLog`: the bytes, and for each block in which items start, their encoding.
+Law: equal bytes and equal items mean equal content. Tokens are told once and turned to bytes once; runs of the tree
+     keep parts of them without a copy. All numbers are little-endian.
 
-    plain       one word of 32 bits a token: the id, unsigned
-    extra ids   two words of 64 bits a token: the id, then the extra id
+    plain       32 bits a token: the id, unsigned
+    extra ids   128 bits a token: the id, then the extra id
 """
 
 import struct
@@ -27,37 +27,35 @@ _EXTRA_MASK: Final = 0xFFFFFFFFFFFFFFFF
 class TokenLog:
     """All told tokens of a request. `items` maps the ordinal of a block to the encoded items that start in it.
 
-    A token takes `token_words` words or `width` bytes, a block `block_words` words.
+    A token takes `width` bytes, a block `block_bytes`.
     """
 
-    __slots__ = ("_pending", "_words", "block_words", "items", "token_words", "width")
+    __slots__ = ("_pending", "_told", "block_bytes", "items", "width")
 
     def __init__(
         self, tokens: Sequence[int], scope: Scope, tokens_per_block: int, extra_ids: Sequence[int] | None = None
     ) -> None:
-        self.token_words = 1 if extra_ids is None else 2
         self.width = PLAIN_BYTES if extra_ids is None else QUALIFIED_BYTES
-        self.block_words = tokens_per_block * self.token_words
-        self._words = packed(tokens) if extra_ids is None else _qualified(tokens, extra_ids)
+        self.block_bytes = tokens_per_block * self.width
+        self._told = packed(tokens) if extra_ids is None else _qualified(tokens, extra_ids)
         self._pending: list[int] = []
         self.items = encoded_items(scope, tokens_per_block) if scope.extras else {}
 
     def __len__(self) -> int:
-        return len(self._words) // self.token_words + len(self._pending)
+        return len(self._told) // self.width + len(self._pending)
 
     @property
-    def words(self) -> "array[int]":
-        """All tokens; not to be changed."""
+    def told(self) -> bytes:
+        """All tokens."""
         if self._pending:
             pending = self._pending
-            more = packed(pending) if self.token_words == 1 else _qualified(pending, [0] * len(pending))
-            self._words = self._words + more
+            self._told += packed(pending) if self.width == PLAIN_BYTES else _qualified(pending, [0] * len(pending))
             self._pending = []
-        return self._words
+        return self._told
 
     def content(self, start: int, stop: int) -> bytes:
-        """Tokens `start <= i < stop` as bytes, little-endian."""
-        return little(self.words[start * self.token_words : stop * self.token_words])
+        """Tokens `start <= i < stop`."""
+        return self.told[start * self.width : stop * self.width]
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Tell the tokens that follow; CallerError, and nothing told, if one of them is not 32 bits wide."""
@@ -68,11 +66,11 @@ class TokenLog:
     def truncate(self, num_tokens: int) -> None:
         """Forget all tokens behind the first `num_tokens`."""
         if num_tokens < len(self):
-            self._words = self.words[: num_tokens * self.token_words]
+            self._told = self.told[: num_tokens * self.width]
 
 
-def packed(tokens: Sequence[int]) -> "array[int]":
-    """One word a token. CallerError for what does not fit into 32 bits.
+def packed(tokens: Sequence[int]) -> bytes:
+    """32 bits a token. CallerError for what does not fit into 32 bits.
 
     Evidence: array("I").fromlist takes 4 ns a token, array("I", list) 6, struct.pack 23, array("i", list) 41; copying
     the list alone takes 2.5 (CPython 3.11.7, Xeon).
@@ -84,7 +82,7 @@ def packed(tokens: Sequence[int]) -> "array[int]":
         words = array("I", _masked(tokens))
     except TypeError as error:
         raise CallerError(f"a token id is an integer: {error}") from error
-    return words
+    return _little(words)
 
 
 def unpacked(content: bytes, width: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
@@ -101,13 +99,13 @@ def first_item_offset(items: bytes) -> int:
     return int.from_bytes(items[8:16], "little")
 
 
-def _qualified(tokens: Sequence[int], extra_ids: Sequence[int]) -> "array[int]":
+def _qualified(tokens: Sequence[int], extra_ids: Sequence[int]) -> bytes:
     if any(not 0 <= extra <= _EXTRA_MASK for extra in extra_ids):
         raise CallerError("an extra id has 64 bits and no sign")
     words = array("Q", bytes(QUALIFIED_BYTES * len(tokens)))
     words[0::2] = array("Q", _masked(tokens))
     words[1::2] = array("Q", extra_ids)
-    return words
+    return _little(words)
 
 
 def _masked(tokens: Sequence[int]) -> list[int]:
@@ -116,9 +114,8 @@ def _masked(tokens: Sequence[int]) -> list[int]:
     return [token & _TOKEN_MASK for token in tokens]
 
 
-def little(words: "array[int]") -> bytes:
-    """The bytes of words, little-endian."""
+def _little(words: "array[int]") -> bytes:
+    """The bytes of words, which are used up."""
     if sys.byteorder == "big":
-        words = words[:]
         words.byteswap()
     return words.tobytes()

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 from kv_core.keys import Scope
-from kv_core.runs import NO_WORDS, Run
-from kv_core.token_log import PLAIN_BYTES, TokenLog, first_item_offset
+from kv_core.runs import Run
+from kv_core.token_log import TokenLog, first_item_offset
 
 ScopeKey = tuple[str | None, str | None, int]
 
@@ -26,7 +26,7 @@ class Root(Run):
     __slots__ = ("scope", "scope_key")
 
     def __init__(self, scope: Scope, scope_key: ScopeKey) -> None:
-        super().__init__(None, 0, NO_WORDS, array("i"))
+        super().__init__(None, 0, b"", array("i"))
         self.scope = scope
         self.scope_key = scope_key
 
@@ -34,11 +34,6 @@ class Root(Run):
     def width(self) -> int:
         """Bytes a token."""
         return self.scope_key[2]
-
-    @property
-    def token_words(self) -> int:
-        """Words a token."""
-        return 1 if self.width == PLAIN_BYTES else 2
 
 
 class Source(NamedTuple):
@@ -92,17 +87,17 @@ class Tree:
 
         `eligible` says which blocks may serve in part; None: none.
         """
-        words, items, block_words = log.words, log.items, log.block_words
+        told, items, size = log.told, log.items, log.block_bytes
         stop = num_tokens // self.tokens_per_block
         run, at = root, 0
         while at < stop:
-            key = words[at * block_words : (at + 1) * block_words].tobytes()
+            key = told[at * size : (at + 1) * size]
             if items and at in items:
                 key += items[at]
             child = run.children.get(key)
             if child is None:
                 break
-            common = common_blocks(child, words, at, min(stop, next_item(items, at)))
+            common = common_blocks(child, told, at, min(stop, next_item(items, at)))
             run = child
             at += common
             if common < child.count:
@@ -116,7 +111,7 @@ class Tree:
     ) -> Source | None:
         """The block that holds most of the tokens behind a match."""
         size = self.tokens_per_block
-        block = log.words[at * log.block_words : min((at + 1) * size, num_tokens) * log.token_words].tobytes()
+        block = log.content(at * size, min((at + 1) * size, num_tokens))
         if not block:
             return None
         items = log.items.get(at, b"")
@@ -163,21 +158,21 @@ class Tree:
                 waiting.extend(run.children.values())
 
 
-def common_blocks(run: Run, words: "array[int]", at: int, stop: int) -> int:
+def common_blocks(run: Run, told: bytes, at: int, stop: int) -> int:
     """How many blocks of the run equal those of some tokens from ordinal `at` on, before `stop`.
 
     The first one is known to be equal.
     """
-    high, size = min(run.count, stop - at), run.block_words
+    high, size = min(run.count, stop - at), run.block_bytes
     if high <= 1:
         return high
-    ours, theirs = run.words(high), words[at * size : (at + high) * size]
-    if ours == theirs:
+    ours = memoryview(run.tokens)[run.base : run.base + high * size]
+    if told.startswith(ours, at * size):  # the fastest comparison of parts: nothing is copied
         return high
     low, high = 1, high - 1  # the first `low` are equal, not more than `high` are
     while low < high:
         middle = (low + high + 1) // 2
-        if ours[low * size : middle * size] == theirs[low * size : middle * size]:
+        if told.startswith(ours[low * size : middle * size], (at + low) * size):
             low = middle
         else:
             high = middle - 1

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kv_core.keys import BlockKey
 from kv_core.retention import DEFAULT_PRIORITY, UNSET
-from kv_core.runs import NO_WORDS, Run
+from kv_core.runs import Run
 from kv_core.tiers import Tier
 from kv_core.window import IN_TRANSIT, Window
 
@@ -216,7 +216,7 @@ def _choose(window: Window, tier: int, count: int) -> list[_Piece]:
         count -= taken
         if run.parent is None:
             window.counters.fresh += taken if tier == Tier.DEVICE else 0
-            chosen.append(_Piece(Run(None, 0, NO_WORDS, window.by_turn(give_up(window, run, taken))), moves=False))
+            chosen.append(_Piece(Run(None, 0, b"", window.by_turn(give_up(window, run, taken))), moves=False))
             continue
         run = _cut_off(window, run, taken)
         queue.claim(run)

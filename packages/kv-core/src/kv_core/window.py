@@ -17,7 +17,7 @@ from kv_core.eviction import Expiries, Stamps, victim_queue
 from kv_core.keys import Scope
 from kv_core.pool import BlockPool
 from kv_core.retention import DEFAULT_PRIORITY, MIN_PRIORITY, UNSET, Retention
-from kv_core.runs import NO_WORDS, Run, heal, path
+from kv_core.runs import Run, heal, path
 from kv_core.sequence import Sequence, Table
 from kv_core.stats import Counters
 from kv_core.tiers import CopyLog, Tier
@@ -258,7 +258,7 @@ class Window:
             return
         if front and self.is_sliding:
             ids = ids[::-1]
-        run = Run(None, 0, NO_WORDS, ids)
+        run = Run(None, 0, b"", ids)
         run.tier = tier
         run.priority = DEFAULT_PRIORITY if wish.priority is None else wish.priority
         run.duration_ms = wish.duration_ms
