@@ -10,6 +10,7 @@ Law: nothing is changed. The length is the longest that all windows can serve; a
               (sliding)                   taken over    beams differ
 """
 
+from itertools import cycle
 from typing import NamedTuple
 
 from kv_core.runs import Run
@@ -67,14 +68,14 @@ def decide(windows: list[Window], sequence: Sequence, limit: int) -> list[Plan]:
 
 def agreed(windows: list[Window], found: list[Match], limit: int) -> int:
     """The longest prefix of at most `limit` tokens that all windows can serve."""
-    if len(windows) == 1:
-        return longest(windows[0], found[0], limit)
-    length = limit
-    while True:
-        shorter = min(longest(window, match, length) for window, match in zip(windows, found, strict=True))
-        if shorter == length:
-            return length
+    length, num_agreed = limit, 0
+    for window, match in cycle(zip(windows, found, strict=True)):
+        shorter = longest(window, match, length)
+        num_agreed = num_agreed + 1 if shorter == length else 1
         length = shorter
+        if num_agreed == len(windows):
+            break
+    return length
 
 
 def match(window: Window, sequence: Sequence, table: Table, num_tokens: int) -> Match:

@@ -41,7 +41,9 @@ def _take_plainly(window: Window, count: int) -> "array[int]":
     while wanted:
         run = queue.peek()
         assert run is not None, "law: every free block can be taken"
-        taken = min(wanted, run.num_alike)
+        taken = run.num_alike
+        if taken > wanted:
+            taken = wanted
         if run.parent is None:
             window.counters.fresh += taken
         found += give_up(window, run, taken)
@@ -51,15 +53,17 @@ def _take_plainly(window: Window, count: int) -> "array[int]":
 
 def give_up(window: Window, run: Run, count: int) -> "array[int]":
     """The next `count` victims of a free run lose their content; their ids, in the order of victims."""
-    inside = run.num_gone if window.is_sliding else run.count - count
-    first = inside - run.num_gone
-    ids = window.by_turn(run.ids[first : first + count])
+    num_left = len(run.ids) - count
+    if window.is_sliding:
+        inside, ids = run.num_gone, run.ids[:count]
+    else:
+        inside, ids = num_left, run.ids[: -count - 1 : -1]
     if run.parent is not None:
         window.counters.dropped += count
         window.queues[run.tier].dropped(run, inside)
         if window.events is not None and run.keys is not None:
             window.events.removed(window.size, window.by_turn(run.keys[inside : inside + count]))
-    if len(run.ids) > count:
+    if num_left:
         _shorten(window, run, count)
     else:
         window.queues[run.tier].claim(run)
@@ -80,10 +84,10 @@ def _shorten(window: Window, run: Run, count: int) -> None:
 
 def _vanish(window: Window, run: Run) -> None:
     """A run without blocks leaves the tree, or stays as a hole if something depends on its place."""
-    run.expires_at = run.duration_ms = None
-    run.priority = DEFAULT_PRIORITY
     if run.parent is None:
         return
+    run.expires_at = run.duration_ms = None
+    run.priority = DEFAULT_PRIORITY
     if run.children or run.anchors:
         run.ids = array("i")
         run.move(Tier.DEVICE)
