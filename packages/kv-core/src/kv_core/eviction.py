@@ -9,7 +9,8 @@ Law: of the free blocks of one tier on which no child on that tier depends, the 
 
 One heap entry, that of the next victim, stands for all blocks of a run. Entries are dropped lazily: an entry counts
 only while its run still has the stamp in it. A run that still has children on its tier is *parked*: out of the heap,
-with its stamp, until the last of them leaves.
+with its stamp, until the last of them leaves. An entry is one integer, rank before stamp: a tuple would be one more
+object that the garbage collector counts for each run.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +21,8 @@ from kv_core.config import Order
 from kv_core.retention import DEFAULT_PRIORITY
 from kv_core.runs import Run
 
-Entry = tuple[int, int, Run]
+_STAMP_BITS = 63
+_STAMP = (1 << _STAMP_BITS) - 1
 _SLACK = 64
 _PROBATION_SHARE = 10
 
@@ -31,8 +33,7 @@ class Stamps:
     __slots__ = ("_back", "_front")
 
     def __init__(self) -> None:
-        self._back = 0
-        self._front = 0
+        self._back = self._front = 1 << (_STAMP_BITS - 1)
 
     def behind(self, count: int) -> int:
         """The first of `count` numbers behind all others."""
@@ -97,10 +98,11 @@ class VictimQueue(Protocol):
 class LruQueue:
     """Priority first, then the longest unused."""
 
-    __slots__ = ("_heap", "_leaf_first", "_limit", "_stamps", "num_free")
+    __slots__ = ("_heap", "_leaf_first", "_limit", "_runs", "_stamps", "num_free")
 
     def __init__(self, stamps: Stamps, *, leaf_first: bool) -> None:
-        self._heap: list[Entry] = []
+        self._heap: list[int] = []
+        self._runs: dict[int, Run] = {}
         self._leaf_first = leaf_first
         self._stamps = stamps
         self._limit = _SLACK
@@ -112,9 +114,10 @@ class LruQueue:
         run.rank = 2 * run.priority + (run.stop - count >= spare)
         run.stamp = self._stamps.before(count) if front else self._stamps.behind(count)
         self.num_free += count
-        heap = self._heap
-        heappush(heap, (run.rank, run.stamp, run))
-        if len(heap) > self._limit:
+        entry = run.rank << _STAMP_BITS | run.stamp
+        self._runs[entry] = run
+        heappush(self._heap, entry)
+        if len(self._heap) > self._limit:
             self._compact()
 
     def claim(self, run: Run) -> None:
@@ -131,7 +134,9 @@ class LruQueue:
     def enter(self, run: Run) -> None:
         assert run.stamp is not None, "law: what enters has a place in the order"
         run.parked = False
-        heappush(self._heap, (run.rank, run.stamp, run))
+        entry = run.rank << _STAMP_BITS | run.stamp
+        self._runs[entry] = run
+        heappush(self._heap, entry)
 
     def restore(self, run: Run, stamp: int) -> None:
         run.stamp = stamp
@@ -139,16 +144,14 @@ class LruQueue:
         self.enter(run)
 
     def peek(self) -> Run | None:
-        heap = self._heap
+        heap, runs = self._heap, self._runs
         while heap:
-            _, stamp, run = heap[0]
-            if run.stamp != stamp:
-                heappop(heap)
-            elif self._leaf_first and run.kin:
+            run = runs.get(heap[0])
+            if run is not None and run.stamp == heap[0] & _STAMP:
+                if not (self._leaf_first and run.kin):
+                    return run
                 run.parked = True
-                heappop(heap)
-            else:
-                return run
+            runs.pop(heappop(heap), None)
         return None
 
     def dropped(self, run: Run, inside: int) -> None:
@@ -158,11 +161,12 @@ class LruQueue:
         """Nothing to recall."""
 
     def __iter__(self) -> Iterator[Run]:
-        return iter({id(run): run for _, stamp, run in self._heap if run.stamp == stamp}.values())
+        return iter([run for entry, run in self._runs.items() if run.stamp == entry & _STAMP])
 
     def _compact(self) -> None:
         """Drop entries that no longer count when they may be more than half."""
-        self._heap = [entry for entry in self._heap if entry[2].stamp == entry[1] and not entry[2].parked]
+        self._runs = {entry: run for entry, run in self._runs.items() if run.stamp == entry & _STAMP}
+        self._heap = list(self._runs)
         heapify(self._heap)
         self._limit = 2 * len(self._heap) + _SLACK
 
@@ -242,7 +246,7 @@ class Expiries:
 
     def __init__(self, clock_ms: Callable[[], int]) -> None:
         self._clock_ms = clock_ms
-        self._heap: list[Entry] = []
+        self._heap: list[tuple[int, int, Run]] = []
 
     def released(self, run: Run) -> None:
         """The clock of a run starts when it becomes free, if it has a duration and something to lose."""

@@ -24,6 +24,8 @@ from typing import Final
 from kv_core.keys import BlockKey
 from kv_core.retention import DEFAULT_PRIORITY
 
+NO_CHILDREN: Final[dict[bytes, "Run"]] = {}
+"""Of all runs that have none; never changed. Why shared: a dictionary a run is one more object to collect."""
 _SLACK: Final = 3
 """A run may keep bytes alive of which it uses two of three; what is less is copied."""
 
@@ -81,7 +83,7 @@ class Run:
         self.items = b""
         self.is_partial = False
         self.keys: list[BlockKey] | None = None
-        self.children: dict[bytes, Run] = {}
+        self.children = NO_CHILDREN
         self.order: list[bytes] | None = None
         self.kin = 0
         self.holders = 0
@@ -134,7 +136,10 @@ class Run:
 
     def adopt(self, child: "Run", key: bytes) -> None:
         """Link a child under the bytes of its first block."""
-        self.children[key] = child
+        if self.children:
+            self.children[key] = child
+        else:
+            self.children = {key: child}
         if self.order is not None:
             insort(self.order, key)
         if child.tier == self.tier:
@@ -142,7 +147,10 @@ class Run:
 
     def disown(self, child: "Run", key: bytes) -> None:
         """Unlink a child."""
-        del self.children[key]
+        if len(self.children) > 1:
+            del self.children[key]
+        else:
+            self.children = NO_CHILDREN
         if self.order is not None:
             del self.order[bisect_left(self.order, key)]
         if child.tier == self.tier:

@@ -54,7 +54,7 @@ def _take_plainly(window: Window, count: int) -> "array[int]":
 def give_up(window: Window, run: Run, count: int) -> "array[int]":
     """The next `count` victims of a free run lose their content; their ids, in the order of victims."""
     num_left = len(run.ids) - count
-    if window.is_sliding:
+    if window.is_sliding and run.parent is not None:
         inside, ids = run.num_gone, run.ids[:count]
     else:
         inside, ids = num_left, run.ids[: -count - 1 : -1]
@@ -72,7 +72,7 @@ def give_up(window: Window, run: Run, count: int) -> "array[int]":
 
 
 def _shorten(window: Window, run: Run, count: int) -> None:
-    if window.is_sliding:
+    if window.is_sliding and run.parent is not None:
         run.forget(count)
     else:
         if run.children or run.anchors:  # a path that is not held may end here; what follows it is a hole then

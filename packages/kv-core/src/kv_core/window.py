@@ -256,8 +256,8 @@ class Window:
         """These blocks hold nothing that is wanted; in the order of a table, or in `front` the last goes first."""
         if not ids:
             return
-        if front and self.is_sliding:
-            ids = ids[::-1]
+        if self.is_sliding and not front:
+            ids = ids[::-1]  # of empty blocks the last goes first everywhere: a long array shrinks at its end only
         run = Run(None, 0, b"", ids)
         run.tier = tier
         run.priority = DEFAULT_PRIORITY if wish.priority is None else wish.priority
