@@ -187,7 +187,9 @@ def race(trace: Path, num_requests: int, contenders: Sequence[Contender]) -> lis
     gc.freeze()  # as an engine does after its start: what is there now is not looked at again
     numbered = enumerate(prompts(trace, num_requests))
     while turn := list(islice(numbered, TURN)):
-        gc.collect(1)  # the turn's prompts are no longer young: a pass over what is young looks at a manager's own objects
+        gc.collect(
+            1
+        )  # the turn's prompts are no longer young: a pass over what is young looks at a manager's own objects
         for one in timed:
             for number, tokens in turn:
                 prepared = one.contender.prepare(number, tokens)

@@ -19,6 +19,7 @@ from kv_core.pool import BlockPool
 from kv_core.retention import DEFAULT_PRIORITY, MIN_PRIORITY, UNSET, Retention
 from kv_core.runs import Run, heal, path
 from kv_core.sequence import Sequence, Table
+from kv_core.spans import ceil_div
 from kv_core.stats import Counters
 from kv_core.tiers import CopyLog, Tier
 from kv_core.tree import Root, Source, Tree
@@ -29,8 +30,6 @@ _ALL: Final = 1 << 62
 
 
 class _Ordered(Protocol):
-    """What can be turned round."""
-
     def __getitem__(self, part: slice, /) -> Self: ...
 
 
@@ -301,17 +300,12 @@ class Window:
         """Give up everything a table holds."""
         spare = 0
         if self.is_sliding:
-            spare = self._num_spare(table)
+            # Spare is what no match reads that ends within the last window of what is published. Why not all before
+            # the last window: the next prompt may go on a little before the end of this one.
+            spare = table.published - ceil_div(2 * self.size, self.tokens_per_block)
             heal(table.tail, table.start)
         self._give_up(sequence, table, table.stop, spare)
         self.lift_anchor(table.tail)
-
-    def _num_spare(self, table: Table) -> int:
-        """How many first blocks no match reads that ends within the last window of what is published.
-
-        Why not all before the last window: the next prompt may go on a little before the end of this one.
-        """
-        return max(0, table.published * self.tokens_per_block - 2 * self.size) // self.tokens_per_block
 
     def detach(self, sequence: Sequence, table: Table, front: int) -> None:
         """Drop all blocks before ordinal `front`."""
