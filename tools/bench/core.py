@@ -1,7 +1,8 @@
 """Time of kv_core's manager for a request, beside vLLM's KVCacheManager in the same run.
 
 In:  a Mooncake-format trace; how many of its requests; the claim to measure.
-Out: a table; the last line is one JSON object with `claim`, `ours`, `theirs`, `ratio` (microseconds a request).
+Out: a table; the last line is one JSON object with `claim`, `ours`, `theirs`, `ratio` (microseconds a request). With
+     `--append` each such object is also added to a file, with the commit and the processor.
 Law: both start from the same Python list of token ids and take turns after a hundred requests, so that both meet the
      same machine and neither runs in the other's cold caches. Counted are key, match, allocate, store and free. Each
      of them has as many blocks and sees every token.
@@ -12,12 +13,14 @@ Claims: plain     tokens compared, no digest; against vLLM with its default and 
         flat      cost of a block with 10,000 to 1,000,000 blocks and under constant eviction (ours alone)
         memory    bytes of a cached block (ours alone)
 
-    python tools/bench/core.py [--claim plain] [--requests 1500] [--trace FILE]
+    python tools/bench/core.py [--claim plain] [--requests 1500] [--trace FILE] [--append FILE]
 """
 
 import argparse
 import gc
 import json
+import platform
+import subprocess
 import sys
 import tracemalloc
 from collections.abc import Iterator, Sequence
@@ -274,11 +277,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--claim", choices=[*CLAIMS, "all"], default="plain")
     parser.add_argument("--requests", type=int, default=1500)
     parser.add_argument("--trace", type=Path, default=TRACE)
+    parser.add_argument("--append", type=Path, help="file of result rows, one JSON object a line")
     options = parser.parse_args(arguments)
     chosen = list(CLAIMS) if options.claim == "all" else [options.claim]
     for result in (one for claim in chosen for one in CLAIMS[claim](options)):
         print(json.dumps(result), flush=True)
+        if options.append is not None:
+            append(options.append, result | {"requests": options.requests})
     return 0
+
+
+def append(path: Path, result: dict[str, Any]) -> None:
+    """One more row, with what it was measured on."""
+    head = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, check=True
+    )
+    row = {
+        "commit": head.stdout.decode().strip(),
+        "machine": machine_name(),
+        "python": platform.python_version(),
+    } | result
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as rows:
+        rows.write(json.dumps(row) + "\n")
+
+
+def machine_name() -> str:
+    """The processor and how many of it there are."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{len(names)} x {names[0]}" if names else platform.machine()
 
 
 if __name__ == "__main__":
