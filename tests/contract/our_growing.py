@@ -31,7 +31,7 @@ class Growing(Publishing):
                     beam.append(block)
 
     def _detach(self, window: OurWindow, one: SeedSequence, number: int, stop: int) -> None:
-        """A sliding window stores what it is about to let go of, then drops it, the last first (D1, D25, D32)."""
+        """A sliding window stores what it is about to let go of, then drops it, the first first (D1, D25, D32)."""
         self.causes.update(["core-D25"] if len(self.windows) > 1 else [])
         filled = min(len(one.tokens), stop * self.size)
         if self.config["enable_block_reuse"] and stop > self.published[one.request_id][number]:
@@ -39,9 +39,7 @@ class Growing(Publishing):
             if one.content is not None and not one.content.get("is_dummy"):
                 self._enter(window, one, number, one.keys(filled, self.size, False))
         table = self.tables[one.request_id][number][0]
-        if stop - self._front([table]) > 1:
-            self.causes.add("core-D32")  # the seed gives the beginning up first, without which the rest is of no use
-        for at in range(stop - 1, self._front([table]) - 1, -1):
+        for at in range(self._front([table]), stop):
             window.let_go(held(table[at]))
             table[at] = None
 
