@@ -43,6 +43,8 @@ class TransferConfig:
     """Address to listen at."""
     advertised_host: str | None = None
     """Numeric address that peers are told to call; `bind_host` if None, which then may not be a wildcard."""
+    curve_key: str | None = None
+    """File of the key pair that all engines of a deployment share (`kvferry keygen`); None: nothing is encrypted."""
     port: int = 0
     """Port to listen at; 0: any free one."""
 

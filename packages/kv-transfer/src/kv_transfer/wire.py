@@ -15,6 +15,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Literal, NewType, Protocol
 
 import zmq
@@ -22,6 +23,7 @@ import zmq
 from kv_core.errors import FerryError
 from kv_transfer.config import TransferConfig
 from kv_transfer.faults import Faults
+from kv_transfer.keys import guard, load_keys, lock
 from kv_transfer.protocol import codec
 from kv_transfer.protocol.messages import Message
 from kv_transfer.status import Counters
@@ -101,7 +103,9 @@ class ZmqWire:
         self._faults = faults
         self._counters = counters
         self._post = post
+        self._keys = None if config.curve_key is None else load_keys(Path(config.curve_key))
         self._context = zmq.Context()
+        self._guard = None if self._keys is None else guard(self._context, self._keys)
         self._poller = zmq.Poller()
         self._links: dict[Link, zmq.Socket[bytes]] = {}
         self._num_links = 0
@@ -109,6 +113,7 @@ class ZmqWire:
         try:
             self._door, self.port = self._listen()
         except BaseException:
+            self._stop_guard()
             self._context.destroy(linger=0)
             raise
         self._poller.register(self._door, zmq.POLLIN)
@@ -168,9 +173,14 @@ class ZmqWire:
         for link in list(self._links):
             self.hang_up(link)
         self._door.close(linger=LINGER_MS)
+        self._stop_guard()
         self._context.term()
         for thread in self._probes:
             thread.join(PROBE_TIMEOUT_S + 1)
+
+    def _stop_guard(self) -> None:
+        if self._guard is not None:
+            self._guard.stop()
 
     def _drain(self, source: "zmq.Socket[bytes]", link: int | bytes) -> Iterator[Packet]:
         for _ in range(MAX_PACKETS_A_TURN):
@@ -229,6 +239,8 @@ class ZmqWire:
         made.ipv6 = True
         made.maxmsgsize = self._config.max_message_bytes
         made.sndhwm = made.rcvhwm = MAX_QUEUED
+        if self._keys is not None:
+            lock(made, self._keys)
         return made
 
 
