@@ -4,8 +4,8 @@ In:  a Mooncake-format trace; how many of its requests; the claim to measure.
 Out: a table; the last line is one JSON object with `claim`, `ours`, `theirs`, `ratio` (microseconds a request). With
      `--append` each such object is also added to a file, with the commit and the processor.
 Law: both start from the same Python list of token ids and take turns after a hundred requests, so that both meet the
-     same machine and neither runs in the other's cold caches. Counted are key, match, allocate, store and free. Each
-     of them has as many blocks and sees every token.
+     same machine and neither runs in the other's cold caches. Counted are key, match, allocate, store and free, and
+     what the collector spends on objects that are new. Each of them has as many blocks and sees every token.
 
 Claims: plain     tokens compared, no digest; against vLLM with its default and its fastest installed hash
         events    events on and a 256-bit digest for every block, against vLLM with its events on
@@ -190,9 +190,9 @@ def race(trace: Path, num_requests: int, contenders: Sequence[Contender]) -> lis
     gc.freeze()  # as an engine does after its start: what is there now is not looked at again
     numbered = enumerate(prompts(trace, num_requests))
     while turn := list(islice(numbered, TURN)):
-        gc.collect(
-            1
-        )  # the turn's prompts are no longer young: a pass over what is young looks at a manager's own objects
+        # Why: else a pass of the collector over what is young, which the growth of a manager triggers, looks at the
+        # lists of all prompts of the turn as well: 10 ms, more than its own objects cost in the whole run.
+        gc.collect(1)
         for one in timed:
             for number, tokens in turn:
                 prepared = one.contender.prepare(number, tokens)
