@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kv_engine_adapter.cli.keygen import main as keygen
 from kv_testing.messages import SAMPLES
 from kv_testing.worlds import FAST, make_side, sides, state_of
 from kv_transfer.agent.loopback import LoopbackHub
@@ -134,13 +133,12 @@ def test_what_is_no_key_file_is_refused(tmp_path):
         load_keys(path)
 
 
-def test_keygen_makes_one_and_never_overwrites(tmp_path, capsys):
+def test_a_key_file_is_never_overwritten(tmp_path):
     path = tmp_path / "new" / "key"
-    assert keygen([str(path)]) == 0
+    make_keys(path)
     first = path.read_bytes()
-    assert '"curve_key"' in capsys.readouterr().out
-    assert keygen([str(path)]) == 2
-    assert "there is a key file already" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="there is a key file already"):
+        make_keys(path)
     assert path.read_bytes() == first
 
 
