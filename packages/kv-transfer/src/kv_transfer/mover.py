@@ -3,8 +3,8 @@
 In:  jobs: callables over tensors, each with what it must wait for.
 Out: for each job a Moved, posted to the reactor, in order.
 Law: jobs run one at a time, in order of submission; whatever a job raises is its own result. On CUDA a job runs on the
-     mover's stream, after the event it was given, and its result is posted when that stream is done: it never waits for
-     another stream, nor makes one wait. Transfer spec 14 F1, F2, F4.
+     mover's stream, after the event it was given, and its result, good or bad, is posted when that stream is done: it
+     never waits for another stream, nor makes one wait. Transfer spec 14 F1, F2, F4.
 """
 
 import queue
@@ -83,15 +83,23 @@ class Mover:
 
     def _end_of(self, job: _Job) -> Moved:
         start = time.perf_counter()
+        value, error = self._value_of(job)
+        try:
+            # Also after an error: what the job has queued before it still writes.
+            if self._stream is not None:
+                self._stream.synchronize()
+        except Exception as lost:
+            error = error or lost
+        return Moved(None if error else value, error, time.perf_counter() - start)
+
+    def _value_of(self, job: _Job) -> tuple[int | None, Exception | None]:
+        """What the job returns, or what it raises; its copies may still be running."""
         try:
             if self._stream is not None and job.after is not None:
                 self._stream.wait_event(job.after)
-            value = job.run()
-            if self._stream is not None:
-                self._stream.synchronize()
+            return job.run(), None
         except Exception as error:
-            return Moved(None, error, time.perf_counter() - start)
-        return Moved(value, None, time.perf_counter() - start)
+            return None, error
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
