@@ -72,6 +72,21 @@ def test_releases_go_on_being_said(mute_port):
         assert planted.num_calls > 1
 
 
+def test_nothing_is_held_that_is_being_released(mute_port):
+    """Its release is said already, so that no other would end the hold."""
+    with sides(make_side(LoopbackHub(), "d", state_of(), replace(FAST, release_deadline_s=30.0))) as (d,):
+        errand = "127.0.0.1", mute_port, TransferId(fresh_id()), PROMPT, "d/0"
+        d.door.hold(*errand)
+        wait_for(lambda: d.door.status().gauges["holds"] == 1, what="the hold")
+        d.door.release(*errand)
+        d.door.hold(*errand)
+        d.door.hold(*errand[:4], "d/1")
+        wait_for(lambda: d.door._porter.releaser.num_holds and d.door.status().gauges["releases"], what="both")
+        (errands,) = d.door._porter.releaser._doors.values()
+        wait_for(lambda: any(key[2] == "d/1" for key in errands.held), what="the last call")
+        assert [key[2] for key in errands.held] == ["d/1"]
+
+
 def test_questions_for_a_card_go_on_being_asked(mute_port):
     with sides(make_side(LoopbackHub(), "d", state_of(), replace(FAST, request_deadline_s=1.0))) as (d,):
         wire = d.ranks[0]._reactor.wire

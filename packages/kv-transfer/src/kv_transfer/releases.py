@@ -61,9 +61,9 @@ class Releaser:
         return sum(len(errands.held) for errands in list(self._doors.values()))
 
     def hold(self, door: Door, message: Renew) -> None:
-        """Say this now and then, until the same consumer's release."""
+        """Say this now and then, until the same consumer's release; nothing happens if that is under way."""
         errands = self._reached(door, message)
-        if errands is None:
+        if errands is None or _errand(message) in errands.waiting:
             return
         errands.held[_errand(message)] = message
         self._wire.send(errands.link, message)
