@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from threading import Event
 
 import pytest
 
@@ -9,13 +10,15 @@ from kv_core.ids import Rank
 from kv_core.spans import Span
 from kv_testing.layouts import make_state, random_pair
 from kv_testing.waiting import wait_for
-from kv_testing.worlds import ALL, FAST, NUM_TOKENS, Switches, make_side, pair, sides, state_of
+from kv_testing.worlds import ALL, FAST, NUM_TOKENS, Switches, hang_until, make_side, pair, sides, state_of
 from kv_transfer.agent.loopback import LoopbackHub
 from kv_transfer.direct.base import CannotMap
-from kv_transfer.direct.in_process import InProcessCaches, InProcessHub
+from kv_transfer.direct.in_process import InProcessCaches, InProcessDoor, InProcessHub
 from kv_transfer.orders import BlockTables
 from kv_transfer.plan.cache_state import ParallelLayout
 from kv_transfer.plan.ranges import HOLE
+from kv_transfer.protocol.errors import UnexpectedMessage
+from kv_transfer.protocol.messages import Quiet
 
 
 @pytest.fixture
@@ -213,6 +216,73 @@ def test_a_mapping_ends_with_its_owner(doors):
         _hand_over(p, d)
         d.close()
         assert doors.num_open == 0
+
+
+def test_a_mapping_stays_while_it_is_used_now_and_then(doors, monkeypatch):
+    """No session is open at the moment the time is up, but one was a moment ago."""
+    made, map_ = [], InProcessDoor.map
+
+    def counted(*args):
+        made.append(map_(*args))
+        return made[-1]
+
+    monkeypatch.setattr(InProcessDoor, "map", counted)
+    with pair(config=replace(FAST, unmap_idle_s=2.0), direct=doors.door) as (p, d, _):
+        for number in range(6):
+            _hand_over(p, d, f"r{number}")
+            time.sleep(0.5)
+        assert (len(made), doors.num_open) == (1, 1)
+
+
+def test_a_mapping_made_while_its_owner_closes_is_closed_too(doors, monkeypatch):
+    """Its end is not heard any more, but the mover still runs what was queued."""
+    begun, map_ = Event(), InProcessDoor.map
+
+    def slowly(*args):
+        begun.set()
+        time.sleep(0.5)
+        return map_(*args)
+
+    monkeypatch.setattr(InProcessDoor, "map", slowly)
+    with pair(direct=doors.door) as (p, d, _):
+        d.order(p, p.offer())
+        assert begun.wait(10)
+        d.close()
+        assert doors.num_open == 0
+
+
+def test_blocks_too_many_to_be_told_end_the_session(doors):
+    """What cannot be said is refused at once, instead of being tried until the deadline."""
+    short = replace(FAST, max_message_bytes=4096, request_deadline_s=60)
+    state = state_of(tokens_per_block=1)
+    hub = LoopbackHub()
+    p, d = (make_side(hub, name, state, short, num_tokens=2500, direct=doors.door) for name in ("p", "d"))
+    with sides(p, d):
+        d.order(p, p.offer(num_tokens=2500), tokens=Span(0, 2500))
+        received = d.outcome(timeout_s=10, others=[p])
+        assert "too long" in received.reason
+        assert p.count("internal_errors") == 0
+
+
+def test_a_proof_before_the_first_ask_proves_nothing(doors, monkeypatch):
+    """An illegal message changes nothing: a Quiet in a session that waits to be asked is no word about its Close."""
+    with pair(direct=doors.door) as (p, d, _):
+        begun, go, map_ = Event(), Event(), InProcessDoor.map
+
+        def slowly(*args):
+            begun.set()
+            hang_until(go)
+            return map_(*args)
+
+        monkeypatch.setattr(InProcessDoor, "map", slowly)
+        d.order(p, p.offer())
+        assert begun.wait(10)
+        (session,) = d.cores[0].loads.receiver._sessions.values()
+        with pytest.raises(UnexpectedMessage):
+            d.cores[0].loads.receiver.quiet(session.peer, Quiet(session=session.name, clean=True))
+        assert not session.is_proven
+        go.set()
+        assert d.outcome(others=[p]).ok
 
 
 def _hand_over(p, d, name="r"):

@@ -1,4 +1,6 @@
-"""How many chunks a session may have is judged by the bytes that really move."""
+"""The number of chunks is judged by the bytes that really move; what cannot be asked for fails at once."""
+
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -6,8 +8,10 @@ import pytest
 from kv_core.spans import Span
 from kv_testing.layouts import make_state
 from kv_testing.messages import SAMPLES
+from kv_testing.worlds import FAST, make_side, sides
 from kv_transfer import send_session
-from kv_transfer.plan.cache_state import BlockLayout
+from kv_transfer.agent.loopback import LoopbackHub
+from kv_transfer.plan.cache_state import BlockLayout, ParallelLayout
 from kv_transfer.plan.plan import Piece, chunks_of
 from kv_transfer.protocol.messages import Ask
 
@@ -28,3 +32,19 @@ def test_the_bound_of_chunks_counts_what_moves(monkeypatch, tile):
     assert send_session.misfit(ask, state, share, CHUNK_BYTES, None) == ""
     monkeypatch.setattr(send_session, "MAX_CHUNKS", 1)
     assert f"too many chunks: bytes={num_bytes}" in send_session.misfit(ask, state, share, CHUNK_BYTES, None)
+
+
+def test_more_pieces_than_a_message_may_have_are_a_reason_at_once():
+    short = replace(FAST, max_message_bytes=4096)
+    whole, dealt = (
+        make_state(dtype="float32", head_size=4, tokens_per_block=1, parallel=ParallelLayout.even(1, [4], 4, **cut))
+        for cut in ({}, {"cp": 2, "context_cut": "round_robin"})
+    )
+    hub = LoopbackHub()
+    p, d = (make_side(hub, name, state, short, num_tokens=400) for name, state in (("p", dealt), ("d", whole)))
+    with sides(p, d):
+        d.order(p, p.offer(num_tokens=400), tokens=Span(0, 400))
+        received = d.outcome(timeout_s=10, others=[p])
+        assert "Ask is too long" in received.reason
+        assert d.count("internal_errors") == 0
+        d.check_clean()

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kv_core.errors import CapacityError
 from kv_core.ids import RequestId
 from kv_transfer.copies import Copier
 from kv_transfer.directory import Directory, NotFound
@@ -142,7 +143,7 @@ class Loads:
             for plan in plans:
                 peer = self._peers.meet(card.instance, card.incarnation, card.ranks[plan.sender])
                 self.receiver.open(load, peer, plan, self._left_s(load))
-        except (ValueError, UnusableAddress) as error:
+        except (ValueError, CapacityError, UnusableAddress) as error:
             self._decide(load, f"no plan to take it from {card.instance}: {error}")
             return
         if not plans:

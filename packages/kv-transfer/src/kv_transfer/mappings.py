@@ -27,8 +27,8 @@ class Mappings:
         self._room = room
         self._in_use = in_use
         self._on_known = on_known
-        self._mapping: set[Peer] = set()
-        """Peers whose map is queued or running."""
+        self._mapping: dict[Peer, list[RemoteCaches]] = {}
+        """Peers whose map is queued or running, and what it has made."""
         self._mapped: set[Peer] = set()
 
     def __len__(self) -> int:
@@ -42,17 +42,15 @@ class Mappings:
             peer.is_path_known = True
             self._on_known(peer)
         elif peer not in self._mapping:
-            self._mapping.add(peer)
-            made: list[RemoteCaches] = []
+            made = self._mapping[peer] = []
             run = lambda: made.append(door.map(card, peer.state, peer.key.rank))  # noqa: E731
             self._room.copies.submit(run, None, partial(self._settled, peer, made))
 
     def _settled(self, peer: Peer, made: list[RemoteCaches], moved: Moved) -> None:
-        if peer not in self._mapping:
-            # Dead, or closed, meanwhile.
-            self._close(made)
+        if self._mapping.get(peer) is not made:
+            # Released meanwhile, and closed after it was made.
             return
-        self._mapping.discard(peer)
+        del self._mapping[peer]
         if moved.error is not None:
             logger.warning("%s cannot be read directly, its bytes are staged: %s", peer, moved.error)
             self._room.counters.add("maps_failed")
@@ -60,13 +58,16 @@ class Mappings:
             logger.info("the caches of %s are mapped", peer)
             peer.mapping = made[0]
             self._mapped.add(peer)
-            self._watch(peer)
+            self.used(peer)
+            self._watch(peer, self._room.config.unmap_idle_s)
         peer.is_path_known = True
         self._on_known(peer)
 
     def release(self, peer: Peer) -> None:
         """Close the mapping of this peer after what is queued; a new need maps it again."""
-        self._mapping.discard(peer)
+        if (made := self._mapping.pop(peer, None)) is not None:
+            # Queued behind its map, and not left to the end of that: when we close, nobody hears of it any more.
+            self._close(made)
         self._mapped.discard(peer)
         if peer.unmap is not None:
             peer.unmap.cancel()
@@ -75,23 +76,31 @@ class Mappings:
             logger.info("the caches of %s are mapped no more", peer)
         peer.mapping, peer.is_path_known = None, False
 
+    def used(self, peer: Peer) -> None:
+        """A session with this peer has ended: the time without use begins."""
+        peer.used_at = self._room.timers.clock()
+
     def close(self) -> None:
         """Close all mappings."""
-        for peer in list(self._mapped | self._mapping):
+        for peer in [*self._mapped, *self._mapping]:
             self.release(peer)
 
-    def _watch(self, peer: Peer) -> None:
-        peer.unmap = self._room.timers.after(self._room.config.unmap_idle_s, partial(self._idle, peer))
+    def _watch(self, peer: Peer, pause_s: float) -> None:
+        peer.unmap = self._room.timers.after(pause_s, partial(self._idle, peer))
 
     def _idle(self, peer: Peer) -> None:
-        if self._in_use(peer):
-            self._watch(peer)
+        idle_s = 0.0 if self._in_use(peer) else self._room.timers.clock() - peer.used_at
+        if (left_s := self._room.config.unmap_idle_s - idle_s) > 0:
+            self._watch(peer, left_s)
         else:
             self.release(peer)
 
     def _close(self, mapped: list[RemoteCaches]) -> None:
-        for caches in mapped:
-            self._room.copies.submit(caches.close, None, _closed)
+        def run() -> None:
+            for caches in mapped:
+                caches.close()
+
+        self._room.copies.submit(run, None, _closed)
 
 
 def _closed(moved: Moved) -> None:

@@ -46,6 +46,8 @@ class Peer:
     is_path_known: bool = False
     """Whether it is settled that its caches are mapped, or are not to be."""
     unmap: Timer | None = None
+    used_at: float = 0.0
+    """When a session with it has ended last."""
 
     @property
     def state(self) -> CacheState:

@@ -23,6 +23,7 @@ from kv_transfer.mover import Moved
 from kv_transfer.peer import Peer
 from kv_transfer.peers import Peers
 from kv_transfer.plan.plan import SessionPlan, chunks_of
+from kv_transfer.protocol import codec
 from kv_transfer.protocol.errors import UnexpectedMessage
 from kv_transfer.protocol.messages import (
     MAX_PIECES,
@@ -83,7 +84,7 @@ class Receiver:
     def open(self, load: Load, peer: Peer, plan: SessionPlan, ttl_s: float) -> ReceiveSession:
         """A session for this part of the load.
 
-        ValueError if no chunk can hold a unit of the peer's cache, or the part has more pieces than can be said.
+        ValueError if no chunk can hold a unit of the peer's cache. That, or CapacityError, for too many pieces to say.
         """
         if len(plan.pieces) > MAX_PIECES:
             raise CallerError(f"too many pieces for one session: got={len(plan.pieces)}, most={MAX_PIECES}")
@@ -101,6 +102,7 @@ class Receiver:
             direct=False,
             ttl_ms=int(ttl_s * 1000),
         )
+        codec.encode(ask, self._room.config.max_message_bytes)
         chunks = chunks_of(plan.pieces, plan.tokens, peer.state, chunk_bytes)
         session = ReceiveSession(ask, peer, load, chunks, len(chunks), self._room.timers.clock())
         self._sessions[session.name] = session
@@ -153,7 +155,8 @@ class Receiver:
         """No write of this session will come any more."""
         session = self._heard(peer, quiet.session)
         if session is not None:
-            session.is_proven = quiet.clean
+            # Before our Close it would prove nothing.
+            session.is_proven = quiet.clean and session.state is Receiving.CLOSING
             self._on(session, ReceiveEvent.QUIET, why=f"{peer} has ended the session")
 
     # -- news of peers (peer.Listener) ------------------------------------------------------------------------------
@@ -216,6 +219,7 @@ class Receiver:
         if session.state is Receiving.ENDED:
             self._sessions.pop(session.name, None)
             session.rest()
+            self.mappings.used(session.peer)
             if session.ask.direct and session.num_unscattered == 0:
                 self._proven(session, why)
         for action in actions:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kv_core.errors import CallerError, CapacityError
 from kv_core.ids import RequestId, SessionId, TransferId
 from kv_transfer.copies import Copier
 from kv_transfer.mover import Moved
@@ -286,14 +287,19 @@ class Sender:
             self._room.copies.submit(lambda: None, filled, partial(self._readable, session))
 
     def _readable(self, session: SendSession, moved: Moved) -> None:
+        if session.state is not Sending.SERVING:
+            return
         if moved.error is not None:
             self.chunk_failed(session, RefuseCode.INTERNAL, f"the blocks were not filled: {moved.error}")
-        elif session.state is Sending.SERVING:
-            identity = self._room.identity
-            share = identity.state.share_of(identity.card.rank)
-            assert session.held is not None, "law: only what is held is served"
-            blocks = shared_blocks(session.ask, identity.state, share, session.held)
+            return
+        identity = self._room.identity
+        share = identity.state.share_of(identity.card.rank)
+        assert session.held is not None, "law: only what is held is served"
+        blocks = shared_blocks(session.ask, identity.state, share, session.held)
+        try:
             self._peers.answer(session.peer, _ready_of(session, blocks))
+        except (CallerError, CapacityError) as error:
+            self.chunk_failed(session, RefuseCode.UNFIT, f"the blocks are too many to be told: {error}")
 
     def _act(self, session: SendSession, action: SendAction, grant: Grant | None, data: Data | None) -> None:
         say = partial(self._peers.answer, session.peer)
