@@ -11,6 +11,7 @@ from kv_core.spans import Span
 from kv_testing.layouts import make_state, random_pair
 from kv_testing.waiting import wait_for
 from kv_testing.worlds import ALL, FAST, NUM_TOKENS, Switches, hang_until, make_side, pair, sides, state_of
+from kv_transfer.agent.cards import DirectCard
 from kv_transfer.agent.loopback import LoopbackHub
 from kv_transfer.direct.base import CannotMap
 from kv_transfer.direct.in_process import InProcessCaches, InProcessDoor, InProcessHub
@@ -96,6 +97,14 @@ def test_caches_that_cannot_be_mapped_are_staged(doors, monkeypatch):
         _hand_over(p, d, "one")
         _hand_over(p, d, "two")
         assert (d.count("maps_failed"), d.count("bytes_read_directly")) == (1, 0)
+
+
+def test_a_card_too_long_to_be_told_leaves_all_to_staging(doors, monkeypatch):
+    card = DirectCard(kind="in-process", host=doors.name, blob=bytes(5000))
+    monkeypatch.setattr(InProcessDoor, "card", lambda self: card)
+    with pair(config=replace(FAST, max_message_bytes=4096), direct=doors.door) as (p, d, _):
+        _hand_over(p, d)
+        assert (d.count("bytes_read_directly"), p.count("internal_errors")) == (0, 0)
 
 
 def test_the_setting_switches_it_off(doors):

@@ -15,11 +15,12 @@ import logging
 from collections.abc import Sequence
 from typing import Final, TypeVar
 
-from kv_core.errors import FerryError
+from kv_core.errors import CallerError, CapacityError, FerryError
 from kv_core.ids import Incarnation, InstanceId, Rank
 from kv_transfer.agent.cards import DirectCard
 from kv_transfer.peer import Listener, Peer, PeerKey
 from kv_transfer.plan.compatibility import Reason, reasons
+from kv_transfer.protocol import codec
 from kv_transfer.protocol.errors import ProtocolError, UnexpectedMessage
 from kv_transfer.protocol.messages import (
     MAX_REASONS,
@@ -88,8 +89,7 @@ class Peers:
             self._peers[key] = peer
             self._suspect_at(hello.card, key)
         self._bind(peer, route)
-        direct = self._room.direct
-        self._room.wire.reply(route, self._introduction(HelloReply, direct=direct.card() if direct else None))
+        self._room.wire.reply(route, self._answer_to_hello())
 
     def answered(self, link: Link, reply: HelloReply) -> None:
         """A peer that we called introduces itself."""
@@ -240,6 +240,17 @@ class Peers:
                 self._greet(peer, min(2 * pause_s, self._room.config.nudge_limit_s))
 
         peer.hello = self._room.timers.after(pause_s, again)
+
+    def _answer_to_hello(self) -> HelloReply:
+        """With how to map our caches, if anybody can, and if that fits into a message of ours: else all is staged."""
+        card = self._room.direct.card() if self._room.direct else None
+        reply = self._introduction(HelloReply, direct=card)
+        try:
+            codec.encode(reply, self._room.config.max_message_bytes)
+        except (CallerError, CapacityError) as error:
+            logger.warning("peers are not told how to map our caches: %s", error)
+            return self._introduction(HelloReply, direct=None)
+        return reply
 
     def _introduction(self, kind: type[Introduction], **more: DirectCard | None) -> Introduction:
         return kind(
