@@ -11,7 +11,7 @@ import pytest
 
 from kv_testing.answers import Question, RefusedError, ask, ask_by_hand, ask_with, prefill_only
 from kv_testing.servers import DEADLINE_S, IS_OURS, LEASE_S, wait_until
-from kv_testing.servers_hooks import bytes_received, bytes_sent, held_writes, open_things, reason_in_log
+from kv_testing.servers_hooks import bytes_received, bytes_sent, held_writes, num_held, open_things, reason_in_log
 
 ENGINES = ("P1", "P2", "D1", "D2")
 pytestmark = [
@@ -34,8 +34,8 @@ def test_stopped_past_the_deadline_and_resumed(fleet, run, tally, fresh_prompt):
     _meet(run, prefill, decode, fresh_prompt)
     sent = bytes_sent(prefill)
     try:
-        with held_writes(fleet.hooks("P2")):
-            outcomes = run(lambda client: _lose(client, prefill, decode, question, prefill.stop))
+        with held_writes(fleet.hooks("P2")) as order:
+            outcomes = run(lambda client: _lose(client, prefill, decode, question, prefill.stop, order.parent))
             _check_outcomes(outcomes, alone, tally)
             # The stopped engine may still write into what it was granted: those regions are kept from everybody.
             assert all(open_things(engine).get(QUARANTINED) for engine in decode)
@@ -56,8 +56,8 @@ def test_killed(fleet, run, tally, fresh_prompt):
     alone = run(lambda client: ask(client, prefill.url, question))
     _meet(run, prefill, decode, fresh_prompt)
     try:
-        with held_writes(fleet.hooks("P1")):
-            outcomes = run(lambda client: _lose(client, prefill, decode, question, prefill.program.kill))
+        with held_writes(fleet.hooks("P1")) as order:
+            outcomes = run(lambda client: _lose(client, prefill, decode, question, prefill.program.kill, order.parent))
     finally:
         fleet.lose("P1")
     _check_outcomes(outcomes, alone, tally)
@@ -83,14 +83,16 @@ def _meet(run, prefill, decode, fresh_prompt):
         assert bytes_received(engine) > before, f"{engine.name} never received a block"
 
 
-async def _lose(client, prefill, decode, question, take_away):
+async def _lose(client, prefill, decode, question, take_away, hooks):
     """Hand over to each decode engine and take the prefill engine away meanwhile; answers (outcome, seconds) each."""
     params = [await prefill_only(client, prefill.url, question) for _ in decode]
     calls = [
         asyncio.create_task(_outcome(client, engine.url, question, offer))
         for engine, offer in zip(decode, params, strict=True)
     ]
-    waited = await asyncio.to_thread(wait_until, lambda: _is_held(prefill, decode), timeout_s=DEADLINE_S / 2)
+    # Of every rank, for every decode engine: what is not gathered when its deadline has passed is never written.
+    wanted = len(decode) * prefill.config.tensor_ranks
+    waited = await asyncio.to_thread(wait_until, lambda: num_held(hooks) >= wanted, timeout_s=DEADLINE_S / 2)
     assert waited < DEADLINE_S / 2, "the writes never came as far as the hook"
     await asyncio.to_thread(take_away)
     return await asyncio.gather(*calls)
@@ -102,13 +104,6 @@ async def _outcome(client, url, question, params):
         return await ask_with(client, url, question, params), time.monotonic() - began
     except RefusedError as refused:
         return refused, time.monotonic() - began
-
-
-def _is_held(prefill, decode):
-    """Every decode engine has granted regions, and the prefill engine serves a session on all its ranks for each."""
-    granted = all(open_things(engine).get("kvferry:staging_leases") for engine in decode)
-    sessions = open_things(prefill).get("kvferry:sessions", 0)
-    return granted and sessions >= len(decode) * prefill.config.tensor_ranks
 
 
 def _check_outcomes(outcomes, alone, tally):

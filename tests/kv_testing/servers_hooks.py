@@ -29,11 +29,18 @@ USAGE = "vllm:kv_cache_usage_perc"
 def held_writes(hooks: Path) -> Iterator[Path]:
     """While this lasts, the engine holds the writes it has decided on; afterwards they go out, however late."""
     order = hooks / "hold-writes"
+    for old in hooks.glob("held-*"):
+        old.unlink()
     order.write_text("")
     try:
         yield order
     finally:
         order.unlink(missing_ok=True)
+
+
+def num_held(hooks: Path) -> int:
+    """Sessions of which a write has come as far as the hook since it began to hold them."""
+    return len(list(hooks.glob("held-*")))
 
 
 @contextmanager

@@ -45,7 +45,10 @@ class OrderedFaults(NoFaults):
             hit[..., ITEM_BYTES[state.dtype] - 1 :: ITEM_BYTES[state.dtype]] ^= 0x80
 
     def before_write(self, session: SessionId, seq: int) -> bool:  # noqa: ARG002
-        return self._hold.exists()
+        if not self._hold.exists():
+            return False
+        self._hold.with_name(f"held-{session}").touch()
+        return True
 
 
 def _chunk_planes(received: "torch.Tensor", chunk: "Chunk", state: CacheState) -> "torch.Tensor":
