@@ -113,7 +113,7 @@ class InstanceDoor:
         consumer: str,
         incarnation: Incarnation | None = None,
     ) -> None:
-        """Keeps the lease of one offer of this pair from ending, until `release` says that `consumer` is done.
+        """Keeps the leases of this pair from ending, until `release` says that `consumer` is done with one offer.
 
         Renewed every `renew_s`; nothing happens if nobody listens there any more. Without a prompt key all offers of
         the transfer are held.
