@@ -381,6 +381,22 @@ def test_d30_a_duplicate_goes_before_all_that_is_cached():
     assert ours.block_ids("c", 64) == [own]
 
 
+def test_d30_a_request_takes_over_what_lies_before_a_pinned_block_of_its_own():
+    ours = manager(8, windows=(12,))
+    ours.add(request("a", A[:9]))
+    pin = ours.pin("a")
+    ours.unpin(pin, {12: [0]})
+    ours.add(request("b", A[:9]))
+    ours.publish("b")
+    ours.publish("a")
+    assert ours.block_ids("a", 12) == [3, 1, 2], "the second is pinned, so it cannot be exchanged"
+    assert ours.num_free() == 3
+    ours.release("a")
+    ours.release("b")
+    ours.unpin(pin)
+    assert ours.num_free() == 8
+
+
 # Reuse and eviction.
 
 

@@ -415,6 +415,7 @@ class Player:
             (1, lambda: self.duel.dry_run([self.number(), self.number()])),
             (1, lambda: self.duel.set_priority(self.random.randrange(24), self.random.choice((5, 35, 80)))),
             (1, lambda: self.duel.move(self.random.randrange(24), up=self.random.random() < 0.5)),
+            (1, self.twins),
             (1, lambda: self.duel.lose([self.random.randrange(96) for _ in range(self.random.choice((1, 1, 3)))])),
         )
         [move] = self.random.choices([move for _, move in moves], [weight for weight, _ in moves])
@@ -424,6 +425,17 @@ class Player:
         pin = self.random.random() < 0.1
         publish = self.random.random() < 0.85
         self.duel.release(self.number(), publish=publish, num_filled=self.filled(), pin=pin)
+
+    def twins(self):
+        """Two requests publish equal content, and a pin holds some blocks of the second one."""
+        prompt = [self.number(), *self.prompt()]
+        self.duel.add(prompt)
+        self.duel.add(prompt)
+        newest = len(self.duel.beams) - 1
+        self.duel.pin(newest)
+        self.duel.unpin_some(len(self.duel.pins) - 1, range(self.random.randrange(4)))
+        self.duel.publish(newest - 1, None, partial=False)
+        self.duel.publish(newest, None, partial=False)
 
     def number(self):
         return self.random.randrange(64)

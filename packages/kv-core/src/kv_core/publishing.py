@@ -189,12 +189,16 @@ class _Chain:
         self.table.published = run.stop
 
     def _take_over(self, run: Run) -> None:
-        """Equal content is in the tree: one of the two copies goes."""
+        """Equal content is in the tree: one of the two copies goes, but no block of ours that a pin holds."""
         table, window = self.table, self.window
+        if window.pins:
+            own_ids = table.ids[run.start - table.start : run.stop - table.start]
+            pinned = next((at for at, block_id in enumerate(own_ids) if block_id in window.pins), run.count)
+            if not pinned:
+                table.stuck = True
+                return
+            run = window.cut(run, pinned) if pinned < run.count else run
         own = slice(run.start - table.start, run.stop - table.start)
-        if window.pins and any(block_id in window.pins for block_id in table.ids[own]):
-            table.stuck = True
-            return
         if run.tier == Tier.DEVICE:
             window.forget_overrides(table.ids[own])
             window.release_duplicates(table.ids[own])
