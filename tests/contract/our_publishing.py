@@ -71,6 +71,7 @@ class Publishing(Admitting):
             self.causes.add("core-D53")  # a block that is not full would be found by its tokens alone
             keys = keys[:-1]
         table, cursor, stored = self.tables[name][number], window.root, Stored(window)
+        num_full = sum(len(key.tokens) == self.size for key in keys)
         for at, key in enumerate(keys):
             own, child = table[0][at], cursor.children.get(key)
             if own is not None and own.in_tree and own is not child:
@@ -83,11 +84,11 @@ class Publishing(Admitting):
                 if own.refs > 1:
                     self.causes.add("core-D30")  # a pin holds the request's own block, so it cannot be exchanged
                     self.stuck.add((name, number))
+                    num_full = at
                     break
                 stored.tell()
                 self._exchange(window, table, at, child)
             cursor = table[0][at] or cursor.children[key]
-        num_full = sum(len(key.tokens) == self.size for key in keys)
         self.published[name][number] = max(self.published[name][number], num_full)
         stored.tell()
 
