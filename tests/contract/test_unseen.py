@@ -20,8 +20,8 @@ from contract.random_policy import random_policy
 from contract.scenarios import observe
 from contract.verdicts import RULES, verdict_on
 
-NUM_SHORT, NUM_LONG = 80, 1_500
-NUM_QUESTIONS, NUM_QUESTIONS_LONG = 100, 5_000
+NUM_SHORT, NUM_LONG = 50, 1_500
+NUM_QUESTIONS, NUM_QUESTIONS_LONG = 60, 5_000
 
 
 def long_numbers(count):

@@ -15,7 +15,7 @@ from kv_transfer.plan.plan import widened
 from kv_transfer.plan.ranges import HOLE
 
 MAX_RANKS = 12
-NUM_DRAWN = 40
+NUM_DRAWN = 24
 
 
 def state(tp=1, stages=(4,), heads=4, tokens_per_block=4, attention="full", windows=(), **cut):

@@ -60,7 +60,7 @@ def test_blocks_of_any_shape_are_read_where_they_lie(prefill, decode, tokens, do
 
 
 @pytest.mark.drawn
-@pytest.mark.parametrize("seed", [seed for seed in range(60) if random_pair(seed).tokens][:30])
+@pytest.mark.parametrize("seed", [seed for seed in range(60) if random_pair(seed).tokens][:12])
 def test_drawn_pairs_are_read_as_they_are_sent(seed, doors):
     drawn, hub = random_pair(seed), LoopbackHub()
     p, d = (

@@ -5,10 +5,13 @@ seed; `python -m kv_testing.sim SEED` with tests/ on the path plays that schedul
 """
 
 import logging
+import multiprocessing
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
@@ -41,10 +44,17 @@ def _quiet_log() -> Iterator[None]:
 
 
 def test_schedules_keep_the_laws() -> None:
-    outcomes = [schedule.run(seed).outcomes for seed in range(NUM_SCHEDULES)]
+    num_workers = os.cpu_count() or 1
+    strides = [range(first, NUM_SCHEDULES, num_workers) for first in range(num_workers)]
+    with ProcessPoolExecutor(num_workers, multiprocessing.get_context("fork")) as pool:
+        outcomes = [each for stride in pool.map(_outcomes_of, strides) for each in stride]
     num_ok, num_failed = (sum(each[name] for each in outcomes) for name in ("ok", "failed"))
     # Else the weather is so bad, or so good, that nothing is tried.
     assert num_ok > num_failed > num_ok / 10
+
+
+def _outcomes_of(seeds: range) -> list[Counter[str]]:
+    return [schedule.run(seed).outcomes for seed in seeds]
 
 
 @pytest.mark.long
