@@ -2,9 +2,10 @@
 
 In:  the table of a running request.
 Out: `Pin`, a handle on all blocks that the table had; given back once, whole or piece by piece.
-Law: pinning and holding are one operation. A pinned block is never free, whoever else gives it up, and never loses its
-     content; when it is published by its request, the pin holds it in the tree. In a window that does not slide a pin
-     lets go from its end only: a block is of no use without those before it, and none goes before what hangs on it.
+Law: pinning and holding are one operation. A pinned block is never free, whoever else gives it up, and never gets
+     another request's content; its own request goes on writing into it where it is private. When it is published by its
+     request, the pin holds it in the tree, as it is. In a window that does not slide a pin lets go from its end only: a
+     block is of no use without those before it, and none goes before what hangs on it.
 
 A pin holds the published path like a table does, and private blocks one by one: `Window.pins` counts them. A private
 block that is published becomes a run of its own (`pinned_runs`); one that its table gives up waits as an *orphan*.
