@@ -94,8 +94,13 @@ def test_the_connector_is_registered_once_and_found_by_name():
 
 def test_the_calm_server_finds_what_it_replaces():
     """Else two engines of several ranks on the same cores hang in their first reduction, and nothing says why."""
+    import vllm.v1.engine.utils
+    import vllm.v1.executor.multiproc_executor
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.utils import system_utils
 
+    for starts in (vllm.v1.engine.utils, vllm.v1.executor.multiproc_executor):
+        assert starts.get_mp_context is system_utils.get_mp_context
     asked = "_all_group_ranks_share_shm_group_name"
     assert asked in vars(CpuCommunicator)
     assert asked in CpuCommunicator.__init__.__code__.co_names

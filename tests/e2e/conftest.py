@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ from model.make_tiny import make_tiny
 
 from kv_testing.answers import Prompt, Tally
 from kv_testing.servers import TRANSPORTS, Fleet, running_fleet
+from kv_testing.servers_hooks import complaints
 
 Answered = TypeVar("Answered")
 Run = Callable[[Callable[[httpx.AsyncClient], Coroutine[Any, Any, Answered]]], Answered]
@@ -42,6 +43,17 @@ def _wanted(item: pytest.Item) -> set[str]:
         return set()
     pair = item.callspec.params.get("pair") if hasattr(item, "callspec") else None
     return {*pair, "P1"} if isinstance(pair, tuple) else set(item.module.ENGINES)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """Show with a failed test what the engines had to say: a client is often told "internal error" alone."""
+    report = yield
+    fleet = getattr(item, "funcargs", {}).get("fleet")
+    if report.failed and fleet is not None:
+        said = {name: complaints(engine) for name, engine in fleet.engines.items()}
+        report.sections += [(f"log of {name}", "\n".join(lines)) for name, lines in said.items()]
+    return report
 
 
 @pytest.fixture(autouse=True)

@@ -40,7 +40,7 @@ def test_the_others_are_right_and_nothing_stays(fleet, run, tally, rng, fresh_pr
     assert waited <= SETTLED_S, f"usage before={before}, now={_usages(fleet)}; open={_open(fleet)}"
     stayed = [(plan, result) for plan, result in zip(plans, results, strict=True) if plan.leaves is None]
     for plan, result in stayed:
-        assert not isinstance(result, BaseException), f"{plan}: {result!r}"
+        assert not isinstance(result, BaseException), f"{plan.prefill} to {plan.decode}: {result!r}"
         alone = run(lambda client, asked=plan.question: ask(client, fleet.engine("P1").url, asked))
         tally.demand_right(result, alone)
 

@@ -27,13 +27,14 @@ from kv_engine_adapter.cli.engines import (
     wait_ready,
 )
 from kv_engine_adapter.cli.processes import ProcessGuard
+from kv_transfer.config import TransferConfig
 
 TOKENS_PER_BLOCK = 32
 NUM_BLOCKS = 256
 MAX_PROMPT_TOKENS = 1024
-# Long enough for a machine whose two cores carry five engines, short enough to be waited for.
-LEASE_S = 30.0
-DEADLINE_S = 16.0
+# What the engines run with, for they are started as an operator would start them.
+LEASE_S = TransferConfig().lease_s
+DEADLINE_S = TransferConfig().request_deadline_s
 START_S = 480.0
 WARM_UP_S = 120.0
 TRANSPORTS: Mapping[str, Mapping[str, str]] = {
@@ -116,14 +117,13 @@ class Fleet:
 
     def _config(self, name: str) -> EngineConfig:
         role = ROLES[name]
-        ours = {"lease_s": LEASE_S, "request_deadline_s": DEADLINE_S, "test_hooks_dir": str(self.hooks(name))}
         return EngineConfig(
             name=name,
             model=self.models[role.model],
             tensor_ranks=role.tensor_ranks,
             cores=role.cores,
             connector=CONNECTOR,
-            connector_options=ours if IS_OURS else {},
+            connector_options={"test_hooks_dir": str(self.hooks(name))} if IS_OURS else {},
             load_failure_policy=role.load_failure_policy,
             tokens_per_block=TOKENS_PER_BLOCK,
             num_blocks=NUM_BLOCKS,

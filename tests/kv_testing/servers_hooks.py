@@ -72,6 +72,12 @@ def bytes_sent(engine: Engine) -> float:
     return engine.metrics().get(BYTES_SENT, 0.0)
 
 
+def complaints(engine: Engine, num_lines: int = 8) -> list[str]:
+    """The last lines of its log that tell of something wrong."""
+    log = engine.program.log.read_text(errors="replace")
+    return [line for line in log.splitlines() if re.search("WARNING|ERROR|was not loaded", line)][-num_lines:]
+
+
 def reason_in_log(engine: Engine, reason: str) -> bool:
     """Whether the engine has told its operator why it could not load a request."""
     log = engine.program.log.read_text(errors="replace")
