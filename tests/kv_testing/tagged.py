@@ -8,7 +8,7 @@ layer, from the rules of the spec (5.9, 5.12), never from the plan.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
@@ -38,21 +38,25 @@ FORMS = {
 
 @dataclass(frozen=True)
 class World:
-    """All ranks of one instance; every rank keeps a request's n-th block of its own under the same id."""
+    """All ranks of one instance; every rank keeps a request's n-th block of its own under the same id.
+
+    Layers have one block table exactly if they have one window; or all of them have one, if `is_one_group`.
+    """
 
     state: CacheState
     caches: dict[Rank, PagedCaches]
     table: tuple[BlockId, ...]
     num_tokens: int
+    is_one_group: bool = False
 
     def table_of(self, window: int) -> tuple[BlockId, ...]:
         """The block ids of the layers with this window: another order for each."""
-        turn = window % max(1, len(self.table))
+        turn = 0 if self.is_one_group else window % max(1, len(self.table))
         return self.table[turn:] + self.table[:turn]
 
     def tables(self, rank: Rank, num_tokens: int | None = None) -> BlockTables:
         """What the rank's engine hands in for the sequence, or for its first tokens."""
-        windows = windows_of(self.state, self.state.share_of(rank))
+        windows = (0,) if self.is_one_group else windows_of(self.state, self.state.share_of(rank))
         return BlockTables(self.num_tokens if num_tokens is None else num_tokens, tuple(map(self.table_of, windows)))
 
     def blocks_of(self, rank: Rank) -> tuple[int, ...]:
@@ -67,12 +71,21 @@ class World:
         return tuple(block for block, owner in enumerate(owners) if owner == context_rank)
 
 
-def make_world(state: CacheState, num_tokens: int, form: str, seed: int) -> World:
+def make_world(state: CacheState, num_tokens: int, form: str, seed: int, *, is_one_group: bool = False) -> World:
     """Caches full of filler, and a shuffled block table long enough for the tokens."""
     num_blocks = ceil_div(num_tokens, state.tokens_per_block) + 2
     table = Random(seed).sample(range(num_blocks), num_blocks - 2)
     caches = {rank: make_caches(state, state.share_of(rank), num_blocks, form) for rank in state.parallel.ranks}
-    return World(state, caches, tuple(BlockId(block) for block in table), num_tokens)
+    if is_one_group:
+        caches = {rank: replace(held, groups=()) for rank, held in caches.items()}
+    return World(state, caches, tuple(BlockId(block) for block in table), num_tokens, is_one_group)
+
+
+def empty(world: World) -> None:
+    """Makes everything filler again."""
+    for caches in world.caches.values():
+        for plane in caches.planes:
+            _words(plane).copy_(_words(torch.full((plane.itemsize,), FILLER, dtype=torch.uint8).view(plane.dtype)))
 
 
 def draw_form(dice: Dice, state: CacheState) -> str:
@@ -94,7 +107,7 @@ def make_caches(state: CacheState, share: Share, num_blocks: int, form: str) -> 
 
 
 def windows_of(state: CacheState, share: Share) -> tuple[int, ...]:
-    """The window of each of a rank's layer groups: layers have one block table exactly if they have one window."""
+    """The window of each of a rank's layer groups, where layers have one block table just if they have one window."""
     return tuple(sorted({state.window_of(layer) for layer in share.layers})) or (0,)
 
 

@@ -299,14 +299,15 @@ def make_side(
     agents: Sequence[Agent] = (),
     device: str | None = None,
     direct: Callable[[PagedCaches], DirectDoor | None] = lambda _: None,
+    world: World | None = None,
 ) -> Side:
     """A running instance. `ports`: of the door, then of each rank; any free ones if empty.
 
-    `direct` makes each rank's end of a direct path.
+    `direct` makes each rank's end of a direct path. `world`: its caches; else some in the first form of its order.
     """
     incarnation = Incarnation(f"{name}-{secrets.token_hex(4)}")
     form = FORMS[state.layout.order][0] if state.layout.is_plain else "split BHD"
-    world = make_world(state, num_tokens, form, seed=len(name))
+    world = world or make_world(state, num_tokens, form, seed=len(name))
     ranks = state.parallel.ranks
     on_device = {} if device is None else {rank: _moved(world.caches[rank], device) for rank in ranks}
     ports = list(ports) or [0] * (len(ranks) + 1)

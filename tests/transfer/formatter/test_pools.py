@@ -144,6 +144,10 @@ def test_caches_of_another_rank_are_refused(rank, words):
     [
         ([torch.zeros(B, T, H, D)] * 3, "planes are not whole layers: planes=3, per layer=2"),
         ([torch.zeros(B, T + 1, H, D)] * 2, r"not \[B, T, H, D\]: got=\(5, 5, 3, 6\), T=4"),
+        (
+            [torch.zeros(1, T, H, D).expand(B, -1, -1, -1)] * 2,
+            r"slots of a plane overlap: shape=\(5, 4, 3, 6\), strides=\(0, ",
+        ),
         ([torch.zeros(B, T, H, D), torch.zeros(B, T, H, D + 1)], "planes differ"),
         ([torch.zeros(B, T, H, D), torch.zeros(B, T, H, D).half()], "planes differ"),
         (

@@ -6,31 +6,17 @@ from dataclasses import replace
 import pytest
 
 from kv_core.spans import Span
-from kv_testing.layouts import make_state, random_pair
-from kv_testing.worlds import FAST, NUM_TOKENS, Side, make_side, pair, sides
+from kv_testing.exchanges import hand_over
+from kv_testing.exchanges import small_state as state
+from kv_testing.layouts import random_pair
+from kv_testing.worlds import FAST, NUM_TOKENS, make_side, pair, sides
 from kv_transfer.agent.loopback import LoopbackHub
 from kv_transfer.orders import BlockTables
-from kv_transfer.plan.cache_state import LATENT, ParallelLayout
-from kv_transfer.plan.plan import widened
+from kv_transfer.plan.cache_state import LATENT
 from kv_transfer.plan.ranges import HOLE
 
 MAX_RANKS = 12
 NUM_DRAWN = 24
-
-
-def state(tp=1, stages=(4,), heads=4, tokens_per_block=4, attention="full", windows=(), **cut):
-    """A small float32 model of 4 layers."""
-    return make_state(
-        fingerprint="model",
-        attention=attention,
-        dtype="float32",
-        head_size=4,
-        num_kv_heads=heads,
-        num_planes=1 if attention == LATENT else 2,
-        tokens_per_block=tokens_per_block,
-        windows=windows,
-        parallel=ParallelLayout.even(tp, list(stages), heads, **cut),
-    )
 
 
 SHAPES = {
@@ -46,20 +32,6 @@ SHAPES = {
     "three windows, cp2": (state(cp=2, windows=(0, 9, 21, 9)), state(tp=3, windows=(0, 9, 21, 9))),
     "latent": (state(tp=2, heads=1, attention=LATENT), state(tp=1, heads=1, attention=LATENT, cp=2)),
 }
-
-
-def hand_over(p: Side, d: Side, tokens: Span, from_group=0, to_group=0, num_tokens=NUM_TOKENS) -> None:
-    """One request; every byte is where it belongs, and nothing is left open."""
-    transfer = p.offer(num_tokens=num_tokens, group=from_group)
-    d.order(p, transfer, tokens=tokens, from_group=from_group, to_group=to_group)
-    received = d.outcomes(others=[p])
-    assert all(each.ok for each in received), received
-    # Of opaque tiles the whole moves, as far as it is filled.
-    moved = widened(tokens, d.world.state)
-    assert d.misplaced(Span(moved.start, min(moved.stop, num_tokens))) == 0
-    d.release(p, transfer)
-    d.check_clean()
-    p.check_clean()
 
 
 @pytest.mark.parametrize("tokens", [Span(0, NUM_TOKENS), Span(7, 33)], ids=str)

@@ -23,6 +23,8 @@ from kv_transfer.plan.cache_state import PLAIN, BlockLayout, CacheState, Share
 from kv_transfer.plan.part import Geometry
 
 PLANE_AXES: Final = "CBTHD"
+DEVICES: Final = ("cpu", "cuda")
+"""Kinds of memory that staging can lie in, by the names of torch's devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,9 @@ class PagedCaches:
         if not self.planes:
             return
         plane = self.planes[0]
+        if plane.device.type not in DEVICES:
+            kinds = f"caches={plane.device.type}, stated=one of {', '.join(DEVICES)}"
+            raise CallerError(f"the caches are not as stated: kind of memory: {kinds}")
         elements = state.head_size * (1 if state.layout.is_plain else state.tokens_per_block)
         _check_agree("heads", self.heads, share.heads)
         _check_agree("tokens_per_block", self.tokens_per_block, state.tokens_per_block)
@@ -175,6 +180,11 @@ def _plane_view(tensor: Tensor, word: str, sizes: dict[str, int]) -> Tensor:
 def _check_plane(plane: Tensor, tokens: int) -> None:
     if plane.ndim != 4 or plane.shape[1] != tokens:
         raise CallerError(f"a plane is not [B, T, H, D]: got={tuple(plane.shape)}, T={tokens}")
+    reach = 1
+    for stride, length in sorted(zip(plane.stride(), plane.shape, strict=True)):
+        if length > 1 and stride < reach:
+            raise CallerError(f"slots of a plane overlap: shape={tuple(plane.shape)}, strides={plane.stride()}")
+        reach += max(0, length - 1) * stride
 
 
 def _check_alike(plane: Tensor, first: Tensor, same_kind: Tensor) -> None:

@@ -128,17 +128,29 @@ def log_like_vllm() -> None:
 
 def only_group(kv_cache_config: "KVCacheConfig") -> "AttentionSpec":
     """The cache specification of a model whose layers all have full attention; `CallerError` for any other."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     groups = kv_cache_config.kv_cache_groups
     kinds = [type(group.kv_cache_spec).__name__ for group in groups]
     if len(groups) != 1:
-        raise CallerError(f"FerryConnector carries models with one KV cache group, this one has {len(groups)}: {kinds}")
+        raise CallerError(
+            f"FerryConnector carries models of one KV cache group: got={len(groups)} {kinds}, "
+            "supported=1 FullAttentionSpec"
+        )
     spec = groups[0].kv_cache_spec
-    window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
-    if not isinstance(spec, FullAttentionSpec) or isinstance(spec, MLAAttentionSpec) or window:
-        raise CallerError(f"FerryConnector carries full attention, this model's cache is {kinds[0]} (window {window})")
+    # Why the very class: those derived from it (latent rows, sinks, reference windows) keep something else.
+    if type(spec) is not FullAttentionSpec:
+        raise CallerError(f"FerryConnector carries full attention: got={kinds[0]}, supported=FullAttentionSpec")
+    for field, usual in _PLAIN_SPEC.items():
+        if (got := getattr(spec, field, usual) or usual) != usual:
+            raise CallerError(f"FerryConnector carries plain caches: {field}: got={got}, supported={usual}")
+    if (value_size := getattr(spec, "head_size_v", None) or spec.head_size) != spec.head_size:
+        raise CallerError(f"FerryConnector carries K and V of one size: K={spec.head_size}, V={value_size}")
     return spec
+
+
+_PLAIN_SPEC = {"sliding_window": None, "attention_chunk_size": None, "kv_quant_mode": 0, "tokens_per_state": 1}
+"""What a specification says of a cache that has one slot for each token and head, for as long as its request lives."""
 
 
 def refuse_unsupported(config: "VllmConfig") -> None:
@@ -159,6 +171,22 @@ def refuse_unsupported(config: "VllmConfig") -> None:
         )
     if (dtype := str(config.cache_config.cache_dtype)) not in ("auto", "bfloat16", "float16", "float32"):
         raise CallerError(f"FerryConnector does not carry quantised caches: kv_cache_dtype={dtype}, supported is auto")
+    _refuse_buffer(config)
+
+
+def _refuse_buffer(config: "VllmConfig") -> None:
+    """`CallerError` if the engine was told to buffer in another memory than its own: staging lies where caches lie."""
+    from vllm.platforms import current_platform
+
+    asked, own = str(_transfer_config(config).kv_buffer_device), str(current_platform.device_type)
+    if own not in _DEVICES:
+        raise CallerError(f"FerryConnector carries caches on {' and '.join(_DEVICES)}: got={own}")
+    # Why only this one: versions differ in what they say on a CPU when nobody has asked.
+    if asked == "cpu" != own:
+        raise CallerError(f"FerryConnector stages where the caches lie: kv_buffer_device={asked}, caches on {own}")
+
+
+_DEVICES = ("cpu", "cuda")
 
 
 def prefill_is_complete(request: "Request") -> bool:
