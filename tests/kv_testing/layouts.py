@@ -4,8 +4,8 @@ In:  Dice: a function that gives an integer between two bounds; a plain random s
 Out: a Pair: the states of sender and receiver, always compatible, and the span of tokens to move.
 Law: all that the plan claims to support is drawn: tensor ranks that divide neither the heads nor each other, uneven and
 empty stages on either side, heads held more than once or in overlapping spans, blocks of different size and order,
-tokens dealt to context ranks either way, groups of attention data parallelism, either numbering of ranks, latent
-caches, layers with windows.
+tokens dealt to context ranks either way and in any number of blocks, groups of attention data parallelism, either
+numbering of ranks, latent caches, layers with windows.
 """
 
 from collections.abc import Callable, Sequence
@@ -101,11 +101,13 @@ def draw_parallel(dice: Dice, num_layers: int, num_heads: int) -> ParallelLayout
     tp = dice(1, MAX_TP // groups) * groups
     cuts = sorted(dice(0, num_layers) for _ in range(dice(1, MAX_PP) - 1))
     stages = [stop - start for start, stop in pairwise([0, *cuts, num_layers])]
+    cp = pick(dice, (1, 1, 2, 3, 4))
     even = ParallelLayout.even(
         tp,
         stages,
         num_heads,
-        cp=pick(dice, (1, 1, 2, 3, 4)),
+        cp=cp,
+        blocks_per_deal=pick(dice, (1, 1, 2, 3)) if cp > 1 else 1,
         context_cut=pick(dice, CUTS),
         groups=groups,
         numbering=pick(dice, NUMBERINGS),

@@ -64,9 +64,11 @@ class World:
         parallel = self.state.parallel
         num_blocks = ceil_div(self.num_tokens, self.state.tokens_per_block)
         ranks, context_rank = parallel.num_context_ranks, parallel.coordinates_of(rank)[2]
+        each = parallel.blocks_per_deal
+        num_deals = ceil_div(num_blocks, each)
         owners = [
-            block % ranks if parallel.context_cut == "round_robin" else _contiguous_owner(block, num_blocks, ranks)
-            for block in range(num_blocks)
+            deal % ranks if parallel.context_cut == "round_robin" else _contiguous_owner(deal, num_deals, ranks)
+            for deal in (block // each for block in range(num_blocks))
         ]
         return tuple(block for block, owner in enumerate(owners) if owner == context_rank)
 

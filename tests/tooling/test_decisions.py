@@ -1,4 +1,4 @@
-"""Every known defect of the seed is proven by tests that are there."""
+"""Every known defect of the seed, and every refusal of vLLM's connector, is proven by tests that are there."""
 
 import ast
 import re
@@ -10,25 +10,33 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMED = re.compile(r"`([\w/]+\.py)`|`(test_\w+)`")
 TRANSFER = {"A": 15, "B": 12, "C": 11, "D": 15, "E": 22, "F": 4, "G": 11, "H": 4, "I": 4, "J": 4}
 PAGES = {
-    "core": [f"D{number}" for number in range(1, 65)],
-    "transfer": [f"{letter}{number}" for letter, count in TRANSFER.items() for number in range(1, count + 1)] + ["K"],
+    "core-defects": [f"D{number}" for number in range(1, 65)],
+    "transfer-defects": [f"{letter}{number}" for letter, count in TRANSFER.items() for number in range(1, count + 1)]
+    + ["K"],
+    "peer-refusals": [str(number) for number in range(1, 44)],
 }
+FOLDERS = {
+    "core-defects": ("tests/core", "test_defects.py"),
+    "transfer-defects": ("tests/transfer", "test_defects.py"),
+    "peer-refusals": ("tests/transfer/sessions", "test_peer_refusals.py"),
+}
+"""Where the tests of a page are: the folder of files without one, and the file of tests without one."""
 
 
 def rows(page):
     """The last cell of each row, by the defect that begins the first."""
-    text = (ROOT / f"docs/decisions/{page}-defects.md").read_text()
-    return re.findall(r"^\| ([A-K]\d*) [^|]*\|[^|]*\| ([^|]*) \|$", text, re.MULTILINE)
+    text = (ROOT / f"docs/decisions/{page}.md").read_text()
+    return re.findall(r"^\| ([A-K]\d*|\d+) [^\n]*\| ([^|]*) \|$", text, re.MULTILINE)
 
 
 def proofs(page, cell):
     """The tests of one row, as (file, function)."""
-    path = "test_defects.py"
+    folder, path = FOLDERS[page]
     for named_path, function in NAMED.findall(cell):
         if named_path:
             path = named_path
         else:
-            yield ROOT / ("" if path.startswith("tests/") else f"tests/{page}") / path, function
+            yield ROOT / ("" if path.startswith("tests/") else folder) / path, function
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -43,3 +51,13 @@ def test_the_proofs_of_a_defect_exist(page, defect, cell):
     for path, function in named:
         defined = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
         assert function in defined, f"{defect}: no {function} in {path.name}"
+
+
+def test_every_test_of_a_refusal_is_named_in_its_row():
+    """A test is named after its row (`test_row_08_...`), or after several (`test_rows_01_to_04_...`)."""
+    named = {
+        (defect, function) for defect, cell in rows("peer-refusals") for _, function in proofs("peer-refusals", cell)
+    }
+    for path in (ROOT / "tests/transfer/sessions/test_peer_refusals.py", ROOT / "tests/adapter/test_peer_refusals.py"):
+        for function in re.findall(r"^def (test_rows?_\w+)", path.read_text(), re.MULTILINE):
+            assert (str(int(function.split("_")[2])), function) in named, f"{path.name}: {function}"

@@ -21,9 +21,23 @@ def test_seven_blocks_over_four_ranks(cut, blocks):
     assert sorted(token for share in shares for run in share.runs for token in run) == list(range(27))
 
 
+@pytest.mark.parametrize(
+    ("cut", "blocks"),
+    [
+        ("contiguous", [(0, 1, 2, 3), (4, 5), (6, 7), (8,)]),
+        ("round_robin", [(0, 1, 8), (2, 3), (4, 5), (6, 7)]),
+    ],
+)
+def test_nine_blocks_over_four_ranks_two_at_a_time(cut, blocks):
+    shares = [TokenShare(cut, 4, rank, 4, 35, blocks_per_deal=2) for rank in range(4)]
+    assert [tuple(share.blocks) for share in shares] == blocks
+    assert sorted(token for share in shares for run in share.runs for token in run) == list(range(35))
+
+
 def test_a_run_lies_in_the_ranks_own_table():
     assert TokenShare("round_robin", 4, 2, 4, 28).local(Span(25, 27)) == Span(5, 7)
     assert TokenShare("contiguous", 4, 1, 4, 28).local(Span(9, 15)) == Span(1, 7)
+    assert TokenShare("round_robin", 4, 0, 4, 35, blocks_per_deal=2).local(Span(33, 35)) == Span(9, 11)
 
 
 @pytest.mark.parametrize("tokens", [Span(3, 6), Span(24, 28)])
@@ -51,5 +65,7 @@ def test_coordinates_name_each_rank_once(numbering):
 def test_groups_must_divide_and_agree():
     with pytest.raises(ValueError, match="groups=2, tensor ranks=3"):
         ParallelLayout.even(3, [1], 2, groups=2)
+    with pytest.raises(ValueError, match="blocks_per_deal out of bounds: got=0, allowed=1"):
+        ParallelLayout.even(2, [1], 2, blocks_per_deal=0)
     with pytest.raises(ValueError, match=r"different numbers of heads: got=\[1, 2\]"):
         ParallelLayout((Span(0, 1),), (Span(0, 1), Span(0, 2)), num_groups=2)

@@ -21,6 +21,7 @@ from kv_transfer.protocol.errors import ForeignVersion, MalformedMessage, Protoc
 
 GOLDEN = Path(__file__).parent / "golden.json"
 NUM_MUTATIONS = 100_000
+HEADER = b"kf" + codec.WIRE_VERSION.to_bytes(2, "little")
 
 
 @given(ANY_MESSAGE)
@@ -49,7 +50,7 @@ def test_a_foreign_version_names_both():
 
 
 @pytest.mark.parametrize(
-    "packet", [b"", b"k", b"kf\x02", b"HTTP/1.1 200 OK", b"kf\x02\x00", b"kf\x02\x00\xc1", b"xx\x02\x00\x80"]
+    "packet", [b"", b"k", HEADER[:3], b"HTTP/1.1 200 OK", HEADER, HEADER + b"\xc1", b"xx" + HEADER[2:] + b"\x80"]
 )
 def test_garbage_is_malformed(packet):
     with pytest.raises(MalformedMessage):
@@ -60,7 +61,7 @@ def test_a_pickle_is_malformed():
     import pickle
 
     with pytest.raises(MalformedMessage):
-        codec.decode(b"kf\x02\x00" + pickle.dumps(print))
+        codec.decode(HEADER + pickle.dumps(print))
 
 
 def test_a_long_packet_is_not_looked_at():
@@ -124,24 +125,24 @@ def test_out_of_range_is_malformed(name, field, bad):
     sample = next(sample for sample in SAMPLES if type(sample).__name__ == name)
     fields = msgspec.msgpack.decode(codec.encode(sample)[4:]) | {field: bad}
     with pytest.raises(MalformedMessage):
-        codec.decode(b"kf\x02\x00" + msgspec.msgpack.encode(fields))
+        codec.decode(HEADER + msgspec.msgpack.encode(fields))
 
 
 def test_deep_nesting_is_malformed():
     with pytest.raises(MalformedMessage):
-        codec.decode(b"kf\x02\x00" + b"\x91" * 1_000_000)
+        codec.decode(HEADER + b"\x91" * 1_000_000)
 
 
 def test_a_huge_announced_length_costs_nothing():
     for header in (b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff"):
         body = b"\x82\xa4type\xa3ask\xa6pieces" + header
         with pytest.raises(MalformedMessage):
-            codec.decode(b"kf\x02\x00" + body)
+            codec.decode(HEADER + body)
 
 
 @given(st.binary(max_size=300))
 def test_random_bytes_are_documented_errors(packet):
-    for prefix in (b"", b"kf\x02\x00"):
+    for prefix in (b"", HEADER):
         with contextlib.suppress(ProtocolError):
             codec.decode(prefix + packet)
 

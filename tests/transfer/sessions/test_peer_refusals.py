@@ -102,6 +102,17 @@ def test_row_20_context_ranks_that_do_not_divide(ranks):
     carried(prefill, decode)
 
 
+@pytest.mark.parametrize("cut", ["contiguous", "round_robin"])
+@pytest.mark.parametrize("blocks", [(4, 2), (2, 8), (4, 4)])
+def test_row_23_context_ranks_where_the_schedulers_blocks_are_several_of_the_tensors(blocks, cut):
+    """Both deal 8 tokens at a time, whatever blocks their kernels use; and against a peer that deals otherwise."""
+    prefill, decode = (
+        small_state(cp=2, context_cut=cut, tokens_per_block=size, blocks_per_deal=8 // size) for size in blocks
+    )
+    carried(prefill, decode)
+    carried(prefill, small_state(cp=3, context_cut="round_robin"), Span(5, 31))
+
+
 @pytest.mark.parametrize("tokens", [ALL, Span(0, 23), Span(5, 31)], ids=str)
 def test_row_38_the_length_that_context_ranks_share_is_always_told(tokens):
     carried(small_state(cp=2, context_cut="round_robin"), small_state(cp=3), tokens)
@@ -226,6 +237,20 @@ def test_row_32_other_block_sizes_and_fewer_tensor_ranks(blocks):
     carried(prefill, decode)
 
 
+def test_row_31_padding_is_each_sides_own():
+    """Rows, heads and blocks may lie apart: a length in bytes is no part of what must agree."""
+    prefill, decode = world_of(small_state(fields=TOKEN_MAJOR), "CBTHD"), world_of(small_state(), "CBHTD")
+    held = prefill.caches[Rank(0)]
+    padded = [torch.full((*plane.shape[:-1], 7), plane[0, 0, 0, 0].item())[..., 1:5] for plane in held.planes]
+    carried_between(replace(prefill, caches={Rank(0): replace(held, planes=tuple(padded))}), decode)
+
+
+def test_row_31_another_head_size_is_refused():
+    with pair(small_state(), small_state(fields={"head_size": 8})) as (p, d, _):
+        d.order(p, fresh_id())
+        assert "head_size differs: ours=8, theirs=4" in d.outcome(others=[p]).reason
+
+
 def test_row_33_tensors_of_another_order_and_another_form():
     """Where a layer lies, and in how many tensors, is each side's own: layers meet by their number."""
     prefill, decode = world_of(small_state(), "split BHTD"), world_of(small_state(), "BCHTD")
@@ -305,7 +330,7 @@ def test_row_41_memory_of_which_the_driver_exports_no_handle_is_staged():
     with pair(small_state(), small_state(tp=2), direct=lambda caches: CudaDoor(caches, None)) as (p, d, _):
         hand_over(p, d)
         assert (d.count("bytes_read_directly"), p.count("bytes_out") > 0) == (0, True)
-        registered = {region for side in (p, d) for agent in side.agents for region in agent._regions}
+        registered = {region for side in (p, d) for agent in side.agents for region in vars(agent)["_regions"]}
         assert registered == {arena.region for side in (p, d) for arena in side.arenas}
 
 

@@ -74,7 +74,7 @@ def test_random_and_mutated_messages_at_a_live_door(caller, door):
                 case 0:
                     caller.say(dice.randbytes(dice.randrange(200)))
                 case 1:
-                    caller.say(b"kf\x02\x00" + dice.randbytes(dice.randrange(200)))
+                    caller.say(codec.encode(m.Ping())[:4] + dice.randbytes(dice.randrange(200)))
                 case 2:
                     caller.say(dice.choice(packets), b"surplus")
                 case 3:

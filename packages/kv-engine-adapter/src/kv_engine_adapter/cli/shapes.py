@@ -5,7 +5,7 @@ Out: the CacheState of that engine.
 Law: sizes come first, in any order and each at most once; everything else has a name. What is not said is 1, or usual.
 
     tp4pp2
-    tp8cp2,cut=round_robin        cp: context ranks, which deal the blocks of a sequence
+    tp8cp2,cut=round_robin,deal=2 cp: context ranks, to which the blocks of a sequence are dealt, so many at a time
     tp4dp2                        dp: groups of attention data parallelism
     tp2,stages=20+12              layers of each pipeline stage, when they are not even
     tp1,block=64,order=token_major,dtype=float16
@@ -21,7 +21,7 @@ from kv_engine_adapter.cli.model_facts import ModelFacts
 from kv_transfer.plan.cache_state import BlockOrder, CacheState, ParallelLayout
 
 _SIZES: Final = ("tp", "pp", "cp", "dp")
-_NAMES: Final = ("stages", "block", "order", "dtype", "cut", "numbering", "model")
+_NAMES: Final = ("stages", "block", "order", "dtype", "cut", "deal", "numbering", "model")
 
 
 def cache_state(word: str, model: ModelFacts) -> CacheState:
@@ -37,6 +37,7 @@ def cache_state(word: str, model: ModelFacts) -> CacheState:
         model.num_kv_heads,
         cp=sizes["cp"],
         groups=sizes["dp"],
+        blocks_per_deal=_count("deal", options.get("deal", "1")),
         **cut,  # type: ignore[arg-type]
         **numbering,  # type: ignore[arg-type]
     )

@@ -89,7 +89,9 @@ class ParallelLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     `layers` has one span of global layers per pipeline stage, in order, possibly empty. `heads` has one span of
     global KV heads per tensor rank; equal or overlapping spans mean that heads are held more than once. With attention
     data parallelism the tensor ranks are `num_groups` neighbouring groups, each of which holds every head; a request
-    lives in one of them. `num_context_ranks` ranks share the tokens of each sequence, by `context_cut`.
+    lives in one of them. `num_context_ranks` ranks share the tokens of each sequence, by `context_cut`: they are dealt
+    `blocks_per_deal` blocks at a time, more than one where an engine's scheduler hands out larger blocks than its
+    kernels use.
 
         context_inner   rank = (stage * num_tensor_ranks + tensor_rank) * num_context_ranks + context_rank
         tensor_inner    rank = (stage * num_context_ranks + context_rank) * num_tensor_ranks + tensor_rank
@@ -101,6 +103,7 @@ class ParallelLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     context_cut: ContextCut = "contiguous"
     num_groups: int = 1
     numbering: Numbering = "context_inner"
+    blocks_per_deal: int = 1
 
     def __post_init__(self) -> None:
         if not self.layers or not self.heads or self.num_context_ranks < 1:
@@ -112,6 +115,7 @@ class ParallelLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
             raise CallerError(
                 f"groups do not divide the tensor ranks: groups={self.num_groups}, tensor ranks={len(self.heads)}"
             )
+        _check_count("blocks_per_deal", self.blocks_per_deal, MAX_TOKENS_PER_BLOCK)
         _check_stages(self.layers)
         for group in range(self.num_groups):
             _check_heads(tuple(self.heads[tensor_rank] for tensor_rank in self.tensor_ranks_of(group)))
@@ -128,6 +132,7 @@ class ParallelLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
         context_cut: ContextCut = "contiguous",
         groups: int = 1,
         numbering: Numbering = "context_inner",
+        blocks_per_deal: int = 1,
     ) -> "ParallelLayout":
         """The usual cut: heads as evenly as they go in each group; one head per rank when they are fewer than ranks."""
         if groups < 1 or tp % groups:
@@ -143,6 +148,7 @@ class ParallelLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
             context_cut=context_cut,
             num_groups=groups,
             numbering=numbering,
+            blocks_per_deal=blocks_per_deal,
         )
 
     @property
@@ -257,8 +263,12 @@ class CacheState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def token_share(self, context_rank: int, num_tokens: int) -> TokenShare:
         """What one context rank holds of a sequence of this length."""
-        cut, ranks = self.parallel.context_cut, self.parallel.num_context_ranks
-        return TokenShare(cut, ranks, context_rank, self.tokens_per_block, num_tokens)
+        cut, ranks, dealt = (
+            self.parallel.context_cut,
+            self.parallel.num_context_ranks,
+            self.parallel.blocks_per_deal,
+        )
+        return TokenShare(cut, ranks, context_rank, self.tokens_per_block, num_tokens, dealt)
 
     def window_of(self, layer: int) -> int:
         """The attention window of a global layer; 0 if it sees all tokens."""
