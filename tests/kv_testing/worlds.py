@@ -294,6 +294,7 @@ def make_side(
     config: TransferConfig = FAST,
     faults: Mapping[int, Faults] | Faults | None = None,
     *,
+    door_faults: Faults | None = None,
     num_tokens: int = NUM_TOKENS,
     ports: Sequence[int] = (),
     agents: Sequence[Agent] = (),
@@ -313,7 +314,7 @@ def make_side(
     ports = list(ports) or [0] * (len(ranks) + 1)
     agents = tuple(agents) or tuple(hub.agent() for _ in ranks)
     with ExitStack() as undo:
-        door = InstanceDoor(replace(config, port=ports[0]), InstanceId(name), incarnation)
+        door = InstanceDoor(replace(config, port=ports[0]), InstanceId(name), incarnation, door_faults)
         undo.callback(door.close)
         transceivers = []
         for rank in ranks:
