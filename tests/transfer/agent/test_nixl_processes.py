@@ -208,6 +208,20 @@ def test_bytes_of_a_dead_writer_land_within_the_grace() -> None:
         assert num_landed(receiver.region.memory, 1) == after_grace
 
 
+def test_a_connection_that_both_ends_survive_is_never_closed(us, tls) -> None:
+    """Why our agent is told to forget the dead only: see `Peers._part_from`. Whoever stays known costs nothing."""
+    with NixlPeer(tls, SIZE) as peer:
+        num_handles = []
+        for removes in (False, False, True, True, True):
+            us.greet(peer)
+            peer.ask("add_peer", us.agent.card())
+            num_handles.append(peer.held.num_handles)
+            if removes:
+                us.agent.remove_peer(peer.name)
+                peer.ask("remove_peer", us.agent.name)
+        assert num_handles[0] == num_handles[1] == num_handles[2] < num_handles[3] < num_handles[4]
+
+
 def test_an_idle_agent_leaves_the_processor_alone(us) -> None:
     time.sleep(0.1)
     began = time.process_time()

@@ -6,7 +6,8 @@ from threading import Event
 
 from kv_core.spans import Span
 from kv_testing.waiting import wait_for
-from kv_testing.worlds import FAST, SOON_S, Switches, hang_until, make_side, pair, sides, state_of
+from kv_testing.worlds import FAST, SOON_S, Switches, fresh_id, hang_until, make_side, pair, sides, state_of
+from kv_transfer import peers
 from kv_transfer.agent.loopback import LoopbackHub
 
 
@@ -148,6 +149,33 @@ def test_an_idle_peer_is_forgotten_and_met_again():
             wait_for(lambda: not p.ranks[0].status().gauges["peers"], what="to be forgotten")
         d.check_clean()
         p.check_clean()
+
+
+def test_an_agent_forgets_the_dead_at_once_and_of_the_living_the_oldest(monkeypatch):
+    """A connection that both ends survive is never closed: whoever only was idle is not to cost another one."""
+    monkeypatch.setattr(peers, "MAX_PARTED", 1)
+    with pair(state_of(2), config=replace(FAST, peer_idle_s=0.3)) as (p, d, hub):
+        removed: list[str] = []
+        forget = d.agents[0].remove_peer
+
+        def note(name: str) -> None:
+            removed.append(name)
+            forget(name)
+
+        monkeypatch.setattr(d.agents[0], "remove_peer", note)
+        for number in range(3):
+            transfer = p.offer(f"p{number}")
+            d.order(p, transfer, f"d{number}")
+            assert d.outcome(f"d{number}", others=[p]).ok
+            d.release(p, transfer, f"d{number}")
+            assert len(removed) == number, "met again, known still"
+            wait_for(lambda: not d.ranks[0].status().gauges["peers"], what="to be forgotten")
+        d.order(p, p.offer("last", lease_s=1.0), "last")
+        assert d.outcome("last", others=[p]).ok
+        _crash(p, hub)
+        d.order(p, fresh_id(), "none")
+        assert not d.outcome("none").ok
+        assert {agent.name for agent in p.agents} <= set(removed)
 
 
 def test_a_sender_that_forgot_its_peer_is_greeted_again():

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 Introduction = TypeVar("Introduction", Hello, HelloReply)
 
 MAX_PEERS: Final = 1 << 14
+MAX_PARTED: Final = 1024
+"""Most agents of forgotten peers that our agent still knows."""
 
 
 class Peers:
@@ -53,6 +55,8 @@ class Peers:
         self._by_link: dict[Link, Peer] = {}
         self._by_route: dict[Route, Peer] = {}
         self._by_agent: dict[str, Peer] = {}
+        self._parted: dict[str, None] = {}
+        """Agents of peers that were forgotten alive, oldest first: our agent still knows them."""
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -162,7 +166,7 @@ class Peers:
             return
         logger.warning("%s is dead: %s", peer, why)
         self._room.counters.add("peers_died")
-        self._forget(peer)
+        self._forget(peer, is_dead=True)
         for listener in self._listeners:
             listener.peer_died(peer, why)
 
@@ -286,6 +290,7 @@ class Peers:
             return [Reason("agent", self._room.agent.name, clipped(str(error)))]
         peer.agent_name = them.agent.name
         self._by_agent[them.agent.name] = peer
+        self._parted.pop(them.agent.name, None)
         return []
 
     def _turn_away(self, route: Route, why: list[Reason]) -> None:
@@ -305,7 +310,7 @@ class Peers:
             peer.hello.cancel()
             peer.hello = None
 
-    def _forget(self, peer: Peer) -> None:
+    def _forget(self, peer: Peer, *, is_dead: bool = False) -> None:
         self._stop_greeting(peer)
         del self._peers[peer.key]
         if peer.link is not None:
@@ -315,8 +320,21 @@ class Peers:
             self._by_route.pop(peer.route, None)
         if peer.agent_name is not None:
             del self._by_agent[peer.agent_name]
-            try:
-                self._room.agent.remove_peer(peer.agent_name)
-            except FerryError as error:
-                # Its tickets end with the agent, which is closed or failing; nobody else may be kept from the news.
-                logger.warning("the agent did not forget %s: %s", peer, error)
+            self._part_from(peer.agent_name, is_dead=is_dead)
+
+    def _part_from(self, agent_name: str, *, is_dead: bool) -> None:
+        """Our agent forgets the dead, and of the living the oldest when they are too many.
+
+        Why not all: UCX never closes a connection that both ends survive, so each time that two agents forget and meet
+        each other again would cost one file handle or two on either side (tests/transfer/agent/test_nixl_processes.py).
+        """
+        self._parted[agent_name] = None
+        if not is_dead and len(self._parted) <= MAX_PARTED:
+            return
+        gone = agent_name if is_dead else next(iter(self._parted))
+        del self._parted[gone]
+        try:
+            self._room.agent.remove_peer(gone)
+        except FerryError as error:
+            # Its tickets end with the agent, which is closed or failing; nobody else may be kept from the news.
+            logger.warning("the agent did not forget %s: %s", gone, error)
