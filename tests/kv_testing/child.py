@@ -56,20 +56,29 @@ class Child:
         self._process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
         self._process.start()
         theirs.close()
-        self._num_asked = self._num_answered = 0
+        self._num_open = 0
 
     def ask(self, order: str, *arguments: object) -> Any:
-        """Its answer. Raises ChildDied, or OrderFailed."""
-        self._pipe_send((order, arguments))
-        self._num_asked += 1
+        """Its answer. Raises ChildDied; or OrderFailed, if this or an order before it failed there."""
+        self.tell(order, *arguments)
         end = time.monotonic() + ANSWER_TIMEOUT_S
-        while self._num_answered < self._num_asked:
+        failures = []
+        while self._num_open:
             assert self._pipe.poll(max(0.0, end - time.monotonic())), f"no answer to {order}"
             failure, answer = self._pipe_receive()
-            self._num_answered += 1
-        if failure:
-            raise OrderFailed(failure)
+            self._num_open -= 1
+            failures += [failure] if failure else []
+        if failures:
+            raise OrderFailed("\n".join(failures))
         return answer
+
+    def tell(self, order: str, *arguments: object) -> None:
+        """An order whose answer nobody waits for: the process may be about to stop, or to die."""
+        try:
+            self._pipe.send((order, arguments))
+        except OSError as error:
+            raise ChildDied(f"process {self.pid} takes no orders any more") from error
+        self._num_open += 1
 
     def stop(self) -> None:
         """SIGSTOP; returns when every thread of the process has stopped."""
@@ -124,12 +133,6 @@ class Child:
         """What it says before it is asked; waits for it."""
         assert self._pipe.poll(ANSWER_TIMEOUT_S), "the process says nothing"
         return self._pipe_receive()
-
-    def _pipe_send(self, words: object) -> None:
-        try:
-            self._pipe.send(words)
-        except OSError as error:
-            raise ChildDied(f"process {self.pid} takes no orders any more") from error
 
     def _pipe_receive(self) -> Any:
         try:

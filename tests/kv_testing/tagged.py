@@ -116,7 +116,7 @@ def windows_of(state: CacheState, share: Share) -> tuple[int, ...]:
 def fill(world: World, tokens: Span, group: int = 0) -> None:
     """Writes the tags of these tokens into the blocks of every rank of the group; of all layers, windows or not."""
     for rank in world.state.parallel.ranks_of(group):
-        for planes, tagged in _tagged_planes(world, rank, tokens, is_windowed=False):
+        for planes, tagged in expected_planes(world, rank, tokens, is_windowed=False):
             for plane, content in zip(planes, tagged, strict=True):
                 plane.copy_(content)
 
@@ -131,7 +131,7 @@ def misplaced(world: World, tokens: Span, group: int = 0) -> int:
     return sum(
         int((torch.stack(planes) != tagged).sum())
         for rank in world.caches
-        for planes, tagged in _tagged_planes(world, rank, tokens if rank in holders else Span(0, 0), is_windowed=True)
+        for planes, tagged in expected_planes(world, rank, tokens if rank in holders else Span(0, 0), is_windowed=True)
     )
 
 
@@ -180,8 +180,8 @@ def _contiguous_owner(block: int, num_blocks: int, ranks: int) -> int:
     return next(rank for rank in range(ranks) if block < sum(shares[: rank + 1]))
 
 
-def _tagged_planes(
-    world: World, rank: Rank, tokens: Span, *, is_windowed: bool
+def expected_planes(
+    world: World, rank: Rank, tokens: Span, *, is_windowed: bool = True
 ) -> Iterable[tuple[list[Tensor], Tensor]]:
     """The planes of each window of one rank, and what they must hold, [P, B, T, H, D]; both as words."""
     state, caches = world.state, world.caches[rank]
