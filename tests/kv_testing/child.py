@@ -24,6 +24,8 @@ ANSWER_TIMEOUT_S = 180.0
 spinning. Alone, a start takes 0.6 s."""
 
 
+KILL_TIMEOUT_S = 100.0
+"""Seen on 2 cores with a load of 25: more than 20 s until a killed process was reaped."""
 SHARED_IMPORTS = ["torch", "kv_transfer.agent.pump", "kv_transfer.transceiver"]
 """Imported once for all such processes, which then start fast."""
 
@@ -92,7 +94,7 @@ class Child:
     def kill(self) -> None:
         """SIGKILL; returns when the process is gone."""
         self._process.kill()
-        self._process.join(10)
+        self._process.join(KILL_TIMEOUT_S)
         assert not self._process.is_alive()
 
     @property

@@ -66,6 +66,14 @@ class Address:
     address: tuple[str, int]
 
 
+@dataclass(frozen=True)
+class Remote:
+    """An engine of which only the place is known, for those who call it."""
+
+    door: Address
+    incarnation: Incarnation
+
+
 class EngineProcess(Child):
     """The test's handle of the process; stands for a Side as far as a peer is concerned."""
 
@@ -112,7 +120,7 @@ def _obey(side: Side, faults: Switches, order: str, *arguments: Any) -> Any:
             return side.offer(*arguments)
         case "order":
             address, transfer, request_id = arguments
-            return side.order(_Peer(Address(address), Incarnation("")), transfer, request_id)
+            return side.order(Remote(Address(address), Incarnation("")), transfer, request_id)
         case "hold":
             (faults.holds_writes,) = arguments
             return None
@@ -123,9 +131,3 @@ def _obey(side: Side, faults: Switches, order: str, *arguments: Any) -> Any:
         case "sent":
             return side.sent
     raise ValueError(f"unknown order: {order}")
-
-
-@dataclass(frozen=True)
-class _Peer:
-    door: Address
-    incarnation: Incarnation

@@ -25,12 +25,14 @@ from kv_testing.worlds import ALL, FAST, state_of
 from kv_transfer.config import TransferConfig
 from kv_transfer.plan.cache_state import CacheState
 
-PATIENT_S, HASTY_S, SLACK_S = 30.0, 2.0, 10.0
+PATIENT_S, HASTY_S, SLACK_S = 60.0, 2.0, 30.0
 """Deadlines of loads; and how much later than that a busy machine may report."""
 IDLE_S = 0.5
 """How long engines remember each other without a need; while they do, they hold connections."""
-REST_S = 60.0
+REST_S = 100.0
 """Far more than anything needs to end once everybody runs."""
+WAIT_S = 100.0
+"""For what takes a moment, except on a machine that is busy with others."""
 
 CONFIG = replace(
     FAST,
@@ -139,7 +141,7 @@ class Fleet:
         seat.child, seat.where = Child(run_engine, seat.spec), None
         self.requests = {key: each for key, each in self.requests.items() if each.decode != name}
 
-    def wait_sprung(self, name: str, trap: Trap, timeout_s: float = 20.0) -> None:
+    def wait_sprung(self, name: str, trap: Trap, timeout_s: float = WAIT_S) -> None:
         """The step must have been taken, or the test has tested nothing."""
         child = self.seats[name].child
 
@@ -160,7 +162,7 @@ class Fleet:
         """A request on its way, once both engines have a slot for it."""
         made = self._offered(prefill, decode, allowed_s)
         order = (made.name, self.where(prefill), made.transfer_id, tokens)
-        wait_for(lambda: self.ask(decode, "order", *order), what=f"a free slot of {decode}")
+        wait_for(lambda: self.ask(decode, "order", *order), WAIT_S, f"a free slot of {decode}")
         return made
 
     def request_in_danger(self, prefill: str, decode: str, *, allowed_s: float = 0.0) -> Request:
@@ -210,7 +212,7 @@ class Fleet:
 
     def _offered(self, prefill: str, decode: str, allowed_s: float) -> Request:
         name = f"r{next(self._numbers)}"
-        transfer = wait_for(lambda: self.ask(prefill, "offer", name), what=f"a free slot of {prefill}")
+        transfer = wait_for(lambda: self.ask(prefill, "offer", name), WAIT_S, f"a free slot of {prefill}")
         allowed_s += self.seats[decode].spec.config.request_deadline_s + SLACK_S
         made = self.requests[name] = Request(name, prefill, decode, transfer, allowed_s)
         return made
