@@ -100,7 +100,7 @@ def test_failed_blocks_are_those_of_the_wanted_tokens_told_once(worker, transcei
 def test_a_report_is_made_only_when_something_changed(worker, transceiver):
     transceiver.gauges = {"sessions": 1, "leases": 2}
     first = worker.take_report()
-    assert first["gauges"] == {"rank1": {"sessions": 1, "leases": 2, "quarantined": 0}}
+    assert first["gauges"] == {"rank1": {"sessions": 1, "leases": 2, "quarantined": 0, "threads_troubled": 0}}
     assert worker.take_report() is None
     worker.run(StepOrders(loads=(load(),)))
     transceiver.progress = Progress((), (received("d1", True),))
@@ -109,5 +109,5 @@ def test_a_report_is_made_only_when_something_changed(worker, transceiver):
     worker.poll()
     second = worker.take_report()
     assert second["counters"] == {"loads": 1, "load_seconds": 0.5, "bytes_received": 1000, "bytes_sent": 77}
-    assert second["gauges"] == {"rank1": {"sessions": 0, "leases": 0, "quarantined": 0}}
+    assert second["gauges"] == {"rank1": {"sessions": 0, "leases": 0, "quarantined": 0, "threads_troubled": 0}}
     assert worker.take_report() is None

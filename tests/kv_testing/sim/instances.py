@@ -29,8 +29,10 @@ from kv_transfer.copies import CorruptBytes
 from kv_transfer.core import Core
 from kv_transfer.direct.base import CannotMap
 from kv_transfer.direct.reads import Holding
+from kv_transfer.gate import Gate
+from kv_transfer.health import Health
 from kv_transfer.instance import _Porter
-from kv_transfer.mover import Moved
+from kv_transfer.mover import Moved, Skipped
 from kv_transfer.orders import BlockTables, Offer, Received, ReceiveOrder, Settled
 from kv_transfer.plan.cache_state import BlockLayout, CacheState, ParallelLayout
 from kv_transfer.plan.context import ContextCut
@@ -245,10 +247,12 @@ class SimCopies:
 
     def __init__(self, process: Process) -> None:
         self._process = process
-        self._jobs: deque[tuple[Callable[[], int | None], Callable[[Moved], None]]] = deque()
+        self._jobs: deque[tuple[Callable[[], int | None], Callable[[Moved], None], Gate | None]] = deque()
 
-    def submit(self, run: Callable[[], int | None], after: None, then: Callable[[Moved], None]) -> None:
-        self._jobs.append((run, then))
+    def submit(
+        self, run: Callable[[], int | None], after: None, then: Callable[[Moved], None], gate: Gate | None = None
+    ) -> None:
+        self._jobs.append((run, then, gate))
         if len(self._jobs) == 1:
             self._begin()
 
@@ -263,14 +267,24 @@ class SimCopies:
             return
         if not self._process.is_alive:
             return
-        run, then = self._jobs.popleft()
-        try:
-            moved = Moved(run(), None, 0.0)
-        except (CorruptBytes, CannotMap) as error:
-            moved = Moved(None, error, 0.0)
+        run, then, gate = self._jobs.popleft()
+        moved = _moved(run, gate)
         if self._jobs:
             self._begin()
         self._process.do(lambda: then(moved))
+
+
+def _moved(run: Callable[[], int | None], gate: Gate | None) -> Moved:
+    """The whole copy happens at its end."""
+    if gate is not None and not gate.enter():
+        return Moved(None, Skipped("taken back"), 0.0)
+    try:
+        return Moved(run(), None, 0.0)
+    except (CorruptBytes, CannotMap) as error:
+        return Moved(None, error, 0.0)
+    finally:
+        if gate is not None:
+            gate.leave()
 
 
 class SimFaults:
@@ -300,6 +314,7 @@ class SimRank:
     copier: SimCopier
     card: RankCard
     arenas: tuple[Arena, Arena]
+    agent: SimAgent
 
 
 class Instance:
@@ -418,6 +433,7 @@ class Instance:
             faults=SimFaults(process, agent),
             agent=agent,  # type: ignore[arg-type]
             copies=SimCopies(process),  # type: ignore[arg-type]
+            health=Health(process.timers, [agent.pulse], config.stall_s),
             direct=SimDirect(network, name) if self.is_mappable else None,  # type: ignore[arg-type]
             new_session=lambda: SessionId(f"{network.next_number():032x}"),
         )
@@ -429,4 +445,4 @@ class Instance:
         sessions = core.loads.receiver._sessions
         process.wire.receive_lease = lambda grant: sessions[grant.session].granted[grant.seq]  # type: ignore[attr-defined]
         process.resident = core  # type: ignore[assignment]
-        return SimRank(process, core, copier, card, (send, receive))
+        return SimRank(process, core, copier, card, (send, receive), agent)

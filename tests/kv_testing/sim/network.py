@@ -10,15 +10,17 @@ Law: bytes land only in a region that its owner has leased to the very chunk tha
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from random import Random
 from typing import Any
 
 from kv_core.ids import SessionId
 from kv_testing.messages import mutated
 from kv_testing.sim.clockwork import Clockwork, Process, check, is_same_message
-from kv_transfer.agent.base import LATE_BYTES_GRACE_S, Completion, Pair, Ticket, UnknownPeer
+from kv_transfer.agent.base import LATE_BYTES_GRACE_S, AgentClosed, Completion, Pair, Ticket, UnknownPeer
 from kv_transfer.agent.cards import AgentCard
 from kv_transfer.protocol import codec
 from kv_transfer.protocol.messages import Grant, Message
+from kv_transfer.pulse import Pulse
 from kv_transfer.regions import Region
 from kv_transfer.staging import Arena, LeaseState, StagingLease
 from kv_transfer.wire import Link, Probe, Route
@@ -146,6 +148,8 @@ class _Write:
     target: "SimAgent"
     is_posted: bool = False
     is_over: bool = False
+    not_before: float = 0.0
+    """When it may land, if its agent's thread has failed: nobody hears of it."""
 
 
 class SimAgent:
@@ -156,6 +160,10 @@ class SimAgent:
     def __init__(self, network: Network, process: Process, name: str) -> None:
         self.name = name
         self.process = process
+        self.pulse = Pulse("agent's thread")
+        self.fails_from = float("inf")
+        """Its thread ends in the first post from then on."""
+        self.ill = Random()
         self.send_arena: Arena | None = None
         self.writing: ChunkName | None = None
         self._network = network
@@ -167,6 +175,29 @@ class SimAgent:
         network.agents[name] = self
         process.on_death.append(self._die)
 
+    def plan_failure(self, at: float, dice: Random) -> None:
+        """Its thread ends then, at rest or in its next post."""
+        self.ill = dice
+        if dice.random() < 0.5:
+            self.fails_from = at
+        else:
+            self._network.clockwork.after(at, lambda: self.fail(dice))
+
+    def fail(self, dice: Random) -> None:
+        """Its thread ends. What is posted moves on without it, what is not never will."""
+        if not self.process.is_alive or self.pulse.failure:
+            return
+        for write in list(self._writes.values()):
+            if write.is_posted:
+                write.not_before = self._network.clockwork.now + 6.0 * dice.random()
+            else:
+                self._end(write, "its thread failed")
+        self.pulse.ends("planted")
+
+    def _check_open(self) -> None:
+        if self.pulse.failure:
+            raise AgentClosed(f"its thread failed: {self.pulse.failure}")
+
     def register(self, region: Region) -> None:
         self._regions[region.address >> 32] = region
 
@@ -174,14 +205,17 @@ class SimAgent:
         return AgentCard(kind=KIND, name=self.name, blob=b"")
 
     def add_peer(self, card: AgentCard) -> None:
+        self._check_open()
         self._peers[card.name] = card
 
     def remove_peer(self, name: str) -> None:
+        self._check_open()
         if self._peers.pop(name, None) is not None:
             for write in [each for each in self._writes.values() if each.target.name == name]:
                 self._end(write, "peer removed")
 
     def write(self, peer: str, pairs: Sequence[Pair]) -> Ticket:
+        self._check_open()
         if peer not in self._peers:
             raise UnknownPeer(f"no such peer: wanted={peer!r}, known={sorted(self._peers)}")
         ours, _ = pairs[0]
@@ -211,6 +245,8 @@ class SimAgent:
     def _post(self, write: _Write) -> None:
         clockwork = self._network.clockwork
         write.is_posted = True
+        if self.fails_from <= clockwork.now < clockwork.weather.calm_at:
+            self.fail(self.ill)
         delay_s = 0.002 * clockwork.dice.random()
         if clockwork.hits(clockwork.weather.write_late):
             delay_s += clockwork.weather.write_late_s * clockwork.dice.random()
@@ -220,6 +256,9 @@ class SimAgent:
         """Both sides must be running; a dead target is an error."""
         clockwork = self._network.clockwork
         if write.is_over or not self.process.is_alive:
+            return
+        if clockwork.now < write.not_before:
+            clockwork.after(write.not_before - clockwork.now, lambda: self._try_to_land(write))
             return
         for process in (self.process, write.target.process):
             if process.is_alive and process.is_stopped:
@@ -269,6 +308,8 @@ class SimAgent:
         """A physical end; a removed peer's posts are given up as if it were dead."""
         write.is_over = True
         self._writes.pop(write.ticket, None)
+        if self.pulse.failure:
+            return
         self._ended.append(Completion(write.ticket, "error" if failure else "done", failure))
         self._network.clockwork.after(0.0005, lambda: self.process.do(lambda: None))
 

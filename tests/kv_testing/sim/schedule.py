@@ -30,6 +30,8 @@ QUIET_S = 60.0
 """Far more than anything needs to end in calm weather."""
 TIMERS_S = 15.0
 """More than the longest pause of anything that ends by itself."""
+FAILING = 0.06
+"""Chance of a rank that the thread of its agent fails."""
 PROMPT = b"k" * 32
 SHAPES = [(1, (2,), 1), (2, (2,), 1), (3, (2,), 1), (1, (2,), 2), (1, (1, 1), 1), (2, (1, 1), 1), (4, (2,), 1)]
 """Tensor ranks, layers of each stage, context ranks."""
@@ -90,6 +92,8 @@ class World:
 
     def __init__(self, seed: int, **settings: object) -> None:
         self.dice = dice = Random(seed)
+        # Dice of its own: schedules in which no thread fails are the same with and without this fault.
+        self.ill = Random(f"threads that fail {seed}")
         self.clockwork = Clockwork(dice, draw_weather(dice))
         self.network = Network(self.clockwork)
         arena = 4096 * dice.choice((1, 2, 3, 8))
@@ -147,6 +151,14 @@ class World:
             for process in instance.processes:
                 if dice.random() < 0.15:
                     self._plan_stop(process)
+
+        self._plan_failing_threads()
+
+    def _plan_failing_threads(self) -> None:
+        """The thread of an agent ends, and its process lives on until it is begun anew after the storm."""
+        for rank in (rank for instance in self.instances for rank in instance.ranks):
+            if self.ill.random() < FAILING:
+                rank.agent.plan_failure(2.5 * self.ill.random() ** 2, self.ill)
 
     def _plan_stop(self, process: Process) -> None:
         at, for_s = 2.5 * self.dice.random() ** 2, self.dice.choice((0.3, 1.0, 3.0, 6.0))
@@ -261,6 +273,9 @@ class World:
             for process in instance.processes:
                 if process.is_stopped:
                     process.resume()
+            for rank in instance.ranks:
+                if rank.agent.pulse.failure:
+                    rank.process.die()
             self._restart(instance)
 
     def _wait_until_idle(self, when: str) -> None:
@@ -293,11 +308,11 @@ class World:
         check(not any(mapped), "peers are still mapped:", mapped)
 
     def _timers(self) -> list[str]:
-        """Live timers of ranks that have more than a rank at rest: the watch for peers, and the next status."""
+        """Live timers of ranks that have more than one at rest: the watches for peers and for threads, the status."""
         found = []
         for rank in (rank for instance in self.instances for rank in instance.ranks):
             timers = [str(timer._run) for _, _, timer in rank.process.timers._heap if timer.is_live]
-            found += timers if len(timers) > 2 else []
+            found += timers if len(timers) > 3 else []
         return found
 
     def _open(self) -> dict[str, dict[str, int]]:

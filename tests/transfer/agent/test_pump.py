@@ -6,13 +6,16 @@ import time
 import pytest
 
 from kv_core.errors import CallerError
+from kv_testing.hangs import Bug, planted
 from kv_testing.waiting import wait_for
-from kv_transfer.agent.base import AgentClosed
+from kv_transfer.agent.base import AgentClosed, AgentStuck, UnknownPeer
 from kv_transfer.agent.blob import pack_blob
 from kv_transfer.agent.cards import AgentCard
 from kv_transfer.agent.pump import PumpedAgent, PumpLimits
 from kv_transfer.agent.transport import TransportError
 from kv_transfer.regions import host_region
+
+SOON_S = 20.0
 
 
 class FakeTransport:
@@ -76,8 +79,8 @@ class FakeTransport:
 class World:
     """An agent over a FakeTransport, with a region and a peer."""
 
-    def __init__(self, **limits: int) -> None:
-        self.transport = FakeTransport()
+    def __init__(self, transport: FakeTransport | None = None, **limits: float) -> None:
+        self.transport = transport or FakeTransport()
         self.agent = PumpedAgent("us", self.transport, PumpLimits(**limits))
         self.region = host_region(1024, pinned=False)
         self.agent.register(self.region)
@@ -246,6 +249,79 @@ def test_a_failed_thread_is_said_and_leaves_nobody_waiting(world, caplog) -> Non
     assert not world.agent.close(1)
     assert [c.ticket for c in world.agent.completions()] == [moving]
     assert "its thread failed" in caplog.text
+
+
+def test_nobody_waits_long_for_a_thread_that_hangs() -> None:
+    world = World(patience_s=0.4)
+    ticket = world.write()
+    with planted(world.transport, "poll") as plant:
+        plant.hang()
+        plant.wait_until_met()
+        began = time.monotonic()
+        with pytest.raises(AgentStuck, match="does not answer: asked=add_peer, it has been in 'poll'"):
+            world.learn("late", b"2" * 16)
+        assert 0.4 <= time.monotonic() - began < SOON_S
+        began = time.monotonic()
+        with pytest.raises(AgentStuck, match="hangs: asked=remove_peer"):
+            world.agent.remove_peer("them")
+        assert time.monotonic() - began < 0.2, "who waited did so for all others"
+        assert world.agent.completions() == []
+        assert world.agent.withdraw(ticket) is False, "taking back what is not posted needs no thread"
+        plant.go_on()
+        world.transport.done = {0}
+        (completion,) = wait_for(world.agent.completions)
+    assert completion.ticket == ticket
+    with pytest.raises(UnknownPeer, match="late"):
+        world.agent.write("late", [(world.region.slice(0, 8), world.region.slice(0, 8).remote)])
+    world.learn("late", b"2" * 16)
+    assert world.agent.close(5)
+
+
+def test_closing_does_not_wait_for_a_thread_that_hangs() -> None:
+    world = World()
+    world.write()
+    with planted(world.transport, "post") as plant:
+        plant.hang()
+        plant.wait_until_met()
+        began = time.monotonic()
+        assert not world.agent.close(0.2), "what is posted may be moving"
+        assert time.monotonic() - began < SOON_S
+
+
+@pytest.mark.parametrize("name", ["open", "register", "blob", "add_peer", "post", "poll", "release", "close"])
+def test_a_thread_that_ends_in_any_call_leaves_nobody_waiting(name) -> None:
+    """Bug passes whatever catches Exception."""
+    transport = FakeTransport()
+    with planted(transport, name) as plant:
+        if name == "open":
+            plant.kill()
+            with pytest.raises(Bug):
+                PumpedAgent("us", transport)
+            return
+        world = World(transport)
+        plant.kill()
+        world.transport.done = {0}
+        ticket = world.write(256)
+        if name in ("post", "poll"):
+            wait_for(lambda: world.agent.pulse.failure)
+        else:
+            wait_for(lambda: plant.num_met or world.transport.num_polls)
+            calls = {
+                "register": lambda: world.agent.register(host_region(64, pinned=False)),
+                "blob": world.agent.card,
+                "add_peer": lambda: world.learn("other", b"2" * 16),
+            }
+            if name in calls:
+                with pytest.raises((Bug, AgentClosed)):
+                    calls[name]()
+        began = time.monotonic()
+        is_over = world.agent.close(1)
+        assert time.monotonic() - began < SOON_S
+        assert not is_over, "how far the thread had come is not known"
+        assert "Bug('planted')" in world.agent.pulse.failure
+        assert [c.ticket for c in world.agent.completions()] == [ticket]
+        with pytest.raises(AgentClosed):
+            world.write()
 
 
 def test_a_transport_that_cannot_open_is_said_at_once() -> None:

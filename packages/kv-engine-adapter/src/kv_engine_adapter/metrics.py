@@ -43,6 +43,7 @@ GAUGES: dict[str, Metric] = {
     "loads": Metric("kvferry:loads_running", "Loads now running."),
     "leases": Metric("kvferry:staging_leases", "Staging regions now leased."),
     "quarantined": Metric("kvferry:staging_quarantined", "Staging regions a late writer may still write."),
+    "threads_troubled": Metric("kvferry:threads_troubled", "Threads of ours that hang or have failed; see the log."),
 }
 
 

@@ -96,6 +96,7 @@ class FerryWorker:
             "sessions": status.gauges.get("sessions", 0),
             "leases": status.gauges.get("leases", 0),
             "quarantined": status.gauges.get("quarantined", 0),
+            "threads_troubled": status.gauges.get("threads_troubled", 0),
         }
         if not self._counters and gauges == self._last_gauges:
             return None

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from kv_transfer.copies import Copier
 from kv_transfer.load import ReceiveSession
-from kv_transfer.mover import Moved
+from kv_transfer.mover import Moved, Skipped
 from kv_transfer.peer import Peer
 from kv_transfer.peers import Peers
 from kv_transfer.protocol.messages import Data, Grant
@@ -88,7 +88,7 @@ class Arrivals:
             data.checksum,
             lambda: load.is_open,
         )
-        self._room.copies.submit(job, load.free, partial(self._scattered, session, data.seq, lease))
+        self._room.copies.submit(job, load.free, partial(self._scattered, session, data.seq, lease), load.gate)
         self.wait(session)
 
     def doubt(self, session: ReceiveSession) -> None:
@@ -143,7 +143,7 @@ class Arrivals:
         load.num_scatters -= 1
         load.stamps.scatter_s += moved.seconds
         if moved.error is not None:
-            self._room.counters.add("chunks_bad")
+            self._room.counters.add("chunks_skipped" if isinstance(moved.error, Skipped) else "chunks_bad")
             self._listener.chunk_bad(session, f"chunk {seq} of {session.peer}: {moved.error}")
         elif load.is_open:
             load.num_bytes += chunk.num_bytes

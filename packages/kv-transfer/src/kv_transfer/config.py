@@ -83,6 +83,9 @@ class TransferConfig:
     unmap_idle_s: float = 30.0
     """How long the caches of a peer stay mapped without use. While they are, a dead peer's memory stays taken."""
 
+    stall_s: float = 10.0
+    """How long a thread of ours may stay in one call (a post, a copy) before nothing new is begun until it returns."""
+
     max_message_bytes: int = MAX_MESSAGE_BYTES
     max_sessions: int = 4096
     """Most sessions and parked asks that a sender keeps open; more are refused as busy."""
@@ -94,6 +97,7 @@ class TransferConfig:
             "max_lease_s",
             "renew_s",
             "unmap_idle_s",
+            "stall_s",
             "request_deadline_s",
             "release_deadline_s",
             "peer_timeout_s",

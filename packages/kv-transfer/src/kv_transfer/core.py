@@ -74,6 +74,7 @@ class Core:
         self.status = self.measure()
         """At most PUBLISH_S old; may be read by any thread."""
         self.peers.start((self.sender, self.loads.receiver))
+        room.health.start(self.sender.fail)
 
     # -- from the wire (reactor.Resident) ----------------------------------------------------------------------------
 
@@ -154,8 +155,9 @@ class Core:
             "staged_bytes": self._room_bytes - sum(arena.num_free_bytes for arena in self._arenas),
             "peers": len(self.peers),
             "mappings": len(self.loads.receiver.mappings),
+            "threads_troubled": self._room.health.num_troubled,
         }
-        return Status(gauges, self._room.counters.snapshot())
+        return Status(gauges, self._room.counters.snapshot(), self._room.health.trouble)
 
     def _publish(self) -> None:
         """Now, or if the last time was just now, a little later; then the timer leads to one more turn."""

@@ -2,13 +2,14 @@
 
 In:  a ReceiveOrder; what its sessions report.
 Out: exactly one Received.
-Law: the outcome is write-once. It is told only when no scatter of this load is queued or running.
+Law: the outcome is write-once. It is told only when no copy for this load is running, and none ever will.
 """
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kv_core.ids import Incarnation, SessionId
+from kv_transfer.gate import Gate
 from kv_transfer.orders import LoadTimes, Received, ReceiveOrder
 from kv_transfer.peer import Peer
 from kv_transfer.plan.plan import Chunk
@@ -41,6 +42,8 @@ class Load:
     free: "torch.cuda.Event | None"
     """The event after which the order's blocks may be written (CUDA)."""
     stamps: Stamps
+    gate: Gate = field(default_factory=Gate)
+    """Every copy into the order's blocks goes through it; shut before the engine is told."""
     deadline: Timer | None = None
     sessions: list["ReceiveSession"] = field(default_factory=list)
     num_scatters: int = 0
@@ -67,7 +70,7 @@ class Load:
     def received(self, now: float) -> Received:
         """What the engine is told."""
         assert self.outcome is not None, "law: an open load is not reported"
-        assert self.num_scatters == 0, "law: a load that still writes blocks is not reported"
+        assert self.gate.shut(), "law: a load that still writes blocks is not reported"
         stamps = self.stamps
         times = LoadTimes(
             total_s=now - stamps.ordered,

@@ -2,8 +2,8 @@
 
 In:  ReceiveOrders and aborts; cards of instances; news of sessions.
 Out: sessions to open, one for each sender; Received, one for each order.
-Law: every load is decided by its deadline, once; it is told when no copy for it is queued or running. Where a card
-     from memory turned out to be outdated before a byte moved, the load asks for a new one, once.
+Law: every load is decided by its deadline, once; it is told when no copy for it is running. Where a card from memory
+     turned out to be outdated before a byte moved, the load asks for a new one, once.
 """
 
 import logging
@@ -16,6 +16,7 @@ from kv_core.errors import CapacityError
 from kv_core.ids import RequestId
 from kv_transfer.copies import Copier
 from kv_transfer.directory import Directory, NotFound
+from kv_transfer.gate import Gate
 from kv_transfer.load import Load, ReceiveSession, Stamps
 from kv_transfer.orders import Received, ReceiveOrder
 from kv_transfer.peers import Peers
@@ -54,15 +55,17 @@ class Loads:
 
     # -- from our engine ---------------------------------------------------------------------------------------------
 
-    def order(self, order: ReceiveOrder, free: "torch.cuda.Event | None") -> None:
-        """One more order; one without tokens has succeeded already."""
-        load = Load(order, free, Stamps(self._room.timers.clock()))
+    def order(self, order: ReceiveOrder, free: "torch.cuda.Event | None", gate: Gate | None = None) -> None:
+        """One more order; one without tokens has succeeded already. `gate`: of its blocks, if the caller has it."""
+        load = Load(order, free, Stamps(self._room.timers.clock()), gate or Gate())
         assert order.request_id not in self._loads, "law: a request has one order at a time"
         self._loads[order.request_id] = load
         if self._is_closing:
             self._decide(load, "closing")
         elif not order.tokens:
             self._decide(load, "")
+        elif trouble := self._room.health.look():
+            self._decide(load, f"nothing can be loaded: {trouble}")
         else:
             within_s = self._room.config.request_deadline_s
             load.deadline = self._room.timers.after(within_s, partial(self._too_late, load))
@@ -200,7 +203,7 @@ class Loads:
 
     def _report(self, load: Load) -> None:
         """Tell the engine, once nothing touches its blocks any more."""
-        if load.is_open or load.num_scatters or self._loads.get(load.order.request_id) is not load:
+        if load.is_open or self._loads.get(load.order.request_id) is not load or not load.gate.shut():
             return
         del self._loads[load.order.request_id]
         received = load.received(self._room.timers.clock())

@@ -110,7 +110,7 @@ class Passages:
         session.moves.reads.add(chunk.seq)
         job = self._copier.gather(chunk, held.offer.tables, lease.slice.tensor, checksum=session.ask.checksum)
         then = partial(self._gathered, session, Passage(chunk, grant.slice, lease), held.generation)
-        self._room.copies.submit(job, held.filled, then)
+        self._room.copies.submit(job, held.filled, then, session.gate)
 
     def _gathered(self, session: SendSession, passage: Passage, generation: Generation, moved: Moved) -> None:
         """The chunk lies in our staging: write it, if it is still wanted and still what was offered."""
@@ -121,7 +121,7 @@ class Passages:
             self._write(session, passage.chunk.seq)
             return
         passage.lease.release()
-        if why:
+        if why and session.state is Sending.SERVING:
             self._listener.chunk_failed(session, RefuseCode.INTERNAL, why)
         else:
             self._listener.chunk_dropped(session)

@@ -4,7 +4,8 @@ In:  leases with a possible late writer; proof that a writer is quiet, or dead.
 Out: their memory, given back to the arena.
 Law: a region in quarantine is leased to nobody. It comes back at once when its own chunk is reported done; after a
      grace when its session is quiet or its peer is dead, since bytes that are already in this process's sockets still
-     land (`agent.base.LATE_BYTES_GRACE_S`).
+     land (`agent.base.LATE_BYTES_GRACE_S`). That grace counts only while our own agent gets on: whoever reads the
+     sockets may be held up with it. Of an agent whose thread has failed nothing is known; then it is kept for good.
 """
 
 import logging
@@ -14,6 +15,7 @@ from typing import Final, NamedTuple
 from kv_core.ids import Incarnation, Rank, SessionId
 from kv_transfer.agent.base import LATE_BYTES_GRACE_S
 from kv_transfer.peer import PeerKey
+from kv_transfer.pulse import Beat
 from kv_transfer.room import Room
 from kv_transfer.staging import Arena, StagingLease
 
@@ -62,7 +64,17 @@ class Quarantine:
     def free_later(self, writers: Sequence[Writer]) -> None:
         """These write no more; what they sent before may still land for a moment."""
         if writers:
-            self._room.timers.after_running(LATE_BYTES_GRACE_S, lambda: self.free(writers))
+            beat = self._room.agent.pulse.beat
+            self._room.timers.after_running(LATE_BYTES_GRACE_S, lambda: self._grace_over(writers, beat))
+
+    def _grace_over(self, writers: Sequence[Writer], beat: Beat) -> None:
+        pulse = self._room.agent.pulse
+        if pulse.failure:
+            self._room.counters.add("regions_lost", len(writers))
+        elif pulse.was_stuck_since(beat):
+            self.free_later(writers)
+        else:
+            self.free(writers)
 
     def _is_much(self) -> bool:
         return 4 * sum(self._arena.quarantined_bytes.values()) > self._arena.region.num_bytes

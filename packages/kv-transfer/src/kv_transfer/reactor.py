@@ -19,6 +19,7 @@ from kv_transfer.faults import Faults, NoFaults
 from kv_transfer.protocol import codec
 from kv_transfer.protocol.errors import MalformedMessage, ProtocolError, UnexpectedMessage
 from kv_transfer.protocol.messages import Message, RejectCode, Rejected, clipped
+from kv_transfer.pulse import Pulse
 from kv_transfer.status import Counters
 from kv_transfer.threads import leave_pinned_core
 from kv_transfer.timers import Clock, Timers
@@ -69,6 +70,7 @@ class Reactor:
         self._resident: Resident | None = None
         self._stopping = False
         self.failure: BaseException | None = None
+        self.pulse = Pulse("reactor")
 
     def start(self, resident: Resident) -> None:
         """Begin to serve."""
@@ -118,7 +120,9 @@ class Reactor:
         except BaseException as error:
             logger.critical("the reactor %s ends by an error of its own", self._thread.name, exc_info=True)
             self.failure = error
+            self.pulse.ends(repr(error))
         finally:
+            self.pulse.rests()
             assert self._resident is not None
             self._guarded(self._resident.ended)
             self.wire.close()
@@ -126,7 +130,10 @@ class Reactor:
 
     def _turn(self) -> None:
         assert self._resident is not None
-        for packet in self.wire.wait(0.0 if self._inbox else self.timers.next_delay()):
+        self.pulse.rests()
+        packets = self.wire.wait(0.0 if self._inbox else self.timers.next_delay())
+        self.pulse.begins("turn")
+        for packet in packets:
             self._guarded(lambda packet=packet: self._deliver(packet))  # type: ignore[misc]
         self._waker.drain()
         for _ in range(min(len(self._inbox), MAX_CALLS_A_TURN)):

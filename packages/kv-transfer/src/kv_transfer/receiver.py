@@ -19,7 +19,7 @@ from kv_transfer.copies import Copier
 from kv_transfer.direct.reads import Holding
 from kv_transfer.load import Load, ReceiveSession
 from kv_transfer.mappings import Mappings
-from kv_transfer.mover import Moved
+from kv_transfer.mover import Moved, Skipped
 from kv_transfer.peer import Peer
 from kv_transfer.peers import Peers
 from kv_transfer.plan.plan import SessionPlan, chunks_of
@@ -290,7 +290,7 @@ class Receiver:
         load.stamps.granted = load.stamps.granted or self._room.timers.clock()
         theirs = Holding(peer.state, peer.key.rank, mapping.groups, blocks.first, blocks.by_group)
         job = self._copier.read(session.ask, load.order.tables, theirs, mapping, lambda: load.is_open)
-        self._room.copies.submit(job, load.free, partial(self._has_read, session))
+        self._room.copies.submit(job, load.free, partial(self._has_read, session), load.gate)
 
     def _has_read(self, session: ReceiveSession, moved: Moved) -> None:
         """All is copied, and still to be proven: only the sender knows whether it held the blocks until now."""
@@ -299,7 +299,7 @@ class Receiver:
         load.stamps.arrived = self._room.timers.clock()
         load.stamps.scatter_s += moved.seconds
         if moved.error is not None:
-            self._room.counters.add("reads_failed")
+            self._room.counters.add("reads_skipped" if isinstance(moved.error, Skipped) else "reads_failed")
             self.chunk_bad(session, f"{session.peer} could not be read: {moved.error}")
         elif load.is_open:
             load.num_bytes += session.num_bytes

@@ -18,6 +18,8 @@ from kv_transfer.agent.cards import AgentCard
 from kv_transfer.config import TransferConfig
 from kv_transfer.direct.base import DirectDoor
 from kv_transfer.faults import Faults
+from kv_transfer.gate import Gate
+from kv_transfer.health import Health
 from kv_transfer.mover import Moved
 from kv_transfer.plan.cache_state import CacheState
 from kv_transfer.protocol.messages import RankCard
@@ -54,9 +56,13 @@ class Copies(Protocol):
     """A queue of copies, of which each end is posted to the reactor (see `mover.Mover`)."""
 
     def submit(
-        self, run: Callable[[], int | None], after: "torch.cuda.Event | None", then: Callable[[Moved], None]
+        self,
+        run: Callable[[], int | None],
+        after: "torch.cuda.Event | None",
+        then: Callable[[Moved], None],
+        gate: Gate | None = None,
     ) -> None:
-        """Run this in turn."""
+        """Run this in turn, unless its gate is shut by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,8 @@ class Room:
     faults: Faults
     agent: Agent
     copies: Copies
+    health: Health
+    """Of the threads of agent and copies."""
     direct: DirectDoor | None = None
     """Our end of the direct path, if our caches can be mapped by peers."""
     new_session: Callable[[], SessionId] = random_session

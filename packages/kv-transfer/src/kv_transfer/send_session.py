@@ -13,6 +13,7 @@ from kv_core.ids import SessionId
 from kv_core.spans import Span
 from kv_transfer.agent.base import Ticket
 from kv_transfer.agent.cards import RemoteSlice
+from kv_transfer.gate import Gate
 from kv_transfer.offers import HeldOffer, Pair
 from kv_transfer.peer import Peer
 from kv_transfer.plan.cache_state import CacheState, Share
@@ -76,12 +77,20 @@ class SendSession:
     chunks: tuple[Chunk, ...] = ()
     moves: Moves = field(default_factory=Moves)
     held: HeldOffer | None = None
+    gate: Gate = field(default_factory=Gate)
+    """Every copy out of the offer's blocks goes through it; shut before they are given back."""
     end: End = End(RefuseCode.GONE, "the session has ended")
     deadline: Timer | None = None
 
     @property
     def pair(self) -> Pair:
         return self.ask.transfer_id, self.ask.prompt_key
+
+    @property
+    def num_readers(self) -> int:
+        """Gathers that read the offer's blocks, or may yet: none that has not begun when the session stops."""
+        stops = self.state in (Sending.STOPPING, Sending.DRAINING)
+        return 0 if stops and self.gate.shut() else self.moves.num_reads
 
     @property
     def num_in_flight(self) -> int:

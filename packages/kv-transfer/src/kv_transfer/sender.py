@@ -100,6 +100,15 @@ class Sender:
         for request_id in self.offers.settle_all(reason, self._room.timers.clock()):
             self._on_sent(request_id)
 
+    def fail(self, reason: str) -> None:
+        """A thread of ours has failed: nothing that is being served, or waits to be, can end well."""
+        for session in list(self._sessions.values()):
+            if session.state is Sending.PARKED:
+                session.end = End(RefuseCode.INTERNAL, clipped(reason))
+                self._on(session, SendEvent.TURN_AWAY)
+            elif session.state is Sending.SERVING:
+                self.chunk_failed(session, RefuseCode.INTERNAL, reason)
+
     # -- from peers --------------------------------------------------------------------------------------------------
 
     def asked(self, peer: Peer, ask: Ask) -> None:
@@ -171,7 +180,7 @@ class Sender:
 
     def chunk_dropped(self, session: SendSession) -> None:
         """A session that is ending has come nearer to its end."""
-        event = sender_joint(session.state, session.moves.num_reads, session.moves.num_writes)
+        event = sender_joint(session.state, session.num_readers, session.moves.num_writes)
         if event is not None:
             self._on(session, event)
 
@@ -204,6 +213,8 @@ class Sender:
             return End(RefuseCode.WRONG_INCARNATION, why)
         if self._is_closing:
             return End(RefuseCode.CLOSING, f"{identity} is closing")
+        if trouble := self._room.health.look():
+            return End(RefuseCode.INTERNAL, clipped(f"{identity} sends nothing new: {trouble}"))
         if len(self._sessions) > self._room.config.max_sessions:
             return End(RefuseCode.BUSY, f"too many sessions: most={self._room.config.max_sessions}")
         if ask.direct and self._room.direct is None:
@@ -268,7 +279,7 @@ class Sender:
                 raise UnexpectedMessage(f"session {session.name}: {error}") from error
             for action in actions:
                 self._act(session, action, grant, data)
-            following = sender_joint(session.state, session.moves.num_reads, session.moves.num_writes)
+            following = sender_joint(session.state, session.num_readers, session.moves.num_writes)
         if session.state is Sending.ENDED and session.name in self._sessions:
             del self._sessions[session.name]
             if session.deadline is not None:

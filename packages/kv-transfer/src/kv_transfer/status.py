@@ -24,7 +24,8 @@ OPEN: Final = (
     "releases",
 )
 """Gauges that must come back to 0. `leases` counts staging regions in use, `quarantined` those a late writer may still
-write, and `staged_bytes` all that is not free of both arenas. `peers` and `links` are gauges too, but stay."""
+write, and `staged_bytes` all that is not free of both arenas. `peers` and `links` are gauges too, but stay;
+`threads_troubled` counts threads of ours that hang or have failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,8 @@ class Status:
 
     gauges: Mapping[str, int]
     counters: Mapping[str, int]
+    trouble: str = ""
+    """Why nothing new is begun: a thread of ours that hangs or has failed; empty if all is well."""
 
     @property
     def open(self) -> dict[str, int]:

@@ -3,7 +3,8 @@
 In:  offers, orders and aborts of the engine's worker; the rank's caches; an agent.
 Out: Progress, when polled: offers whose blocks are free again, orders that ended well or badly.
 Law: no call but the constructor and `close` blocks; every order ends by its deadline in exactly one outcome, and is
-     reported only when nothing of ours touches its blocks any more.
+     reported only when nothing of ours touches its blocks any more. That holds for threads that fail or hang as well:
+     then the engine's own thread ends the orders here (docs/decisions/0005-threads-that-fail.md).
 
     engine's thread          reactor's thread                      others
     Transceiver  --post-->   Reactor > Resident > Core  --jobs-->  Mover (copies)
@@ -13,8 +14,9 @@ Law: no call but the constructor and `close` blocks; every order ends by its dea
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -28,11 +30,14 @@ from kv_transfer.copies import Copier
 from kv_transfer.core import Core
 from kv_transfer.direct.base import DirectDoor
 from kv_transfer.faults import Faults, NoFaults
+from kv_transfer.gate import Gate
+from kv_transfer.health import Health
 from kv_transfer.mover import Mover
 from kv_transfer.orders import BlockTables, LoadTimes, Offer, Progress, Received, ReceiveOrder
 from kv_transfer.plan.cache_state import CacheState
 from kv_transfer.pools import PagedCaches
 from kv_transfer.protocol.messages import RankCard
+from kv_transfer.pulse import Watcher
 from kv_transfer.reactor import Reactor
 from kv_transfer.regions import Region, device_region, host_region
 from kv_transfer.resident import Resident
@@ -44,6 +49,14 @@ logger = logging.getLogger(__name__)
 
 POLL_CLOSE_S: Final = 0.5
 """What `close` allows for the last steps, beyond the time in which it waits for peers."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ordered:
+    """An order that was not reported yet: the gate of its blocks, and when the reactor should have ended it."""
+
+    gate: Gate
+    due_at: float
 
 
 class Transceiver:
@@ -86,6 +99,7 @@ class Transceiver:
                 faults=faults,
                 agent=agent,
                 copies=self._mover,
+                health=Health(self._reactor.timers, (agent.pulse, self._mover.pulse), config.stall_s),
                 direct=direct if config.direct else None,
             )
         except BaseException:
@@ -100,7 +114,12 @@ class Transceiver:
         # What the engine has handed in and was not told the end of.
         self._offered: dict[RequestId, TransferId] = {}
         self._settled: set[RequestId] = set()
-        self._ordered: set[RequestId] = set()
+        self._ordered: dict[RequestId, _Ordered] = {}
+        self._unopened: set[RequestId] = set()
+        self._given_up: Counter[RequestId] = Counter()
+        """Orders that were ended here, and that the reactor will report too, should it ever go on."""
+        self._deadline_s = config.request_deadline_s
+        self._watcher = Watcher(self._reactor.pulse, time.monotonic, config.stall_s)
         self._state = state
         self._num_groups = caches.num_groups
         self._reactor.start(self._resident)
@@ -119,6 +138,10 @@ class Transceiver:
             raise CallerError(f"the request is offered already: request={offer.request_id}")
         self._check_tables(offer.request_id, offer.tables)
         self._offered[offer.request_id] = offer.transfer_id
+        if self._watcher.trouble():
+            # Nobody could be served from it, and nobody could say when it is over.
+            self._unopened.add(offer.request_id)
+            return
         filled = self._mover.mark()
         self._reactor.post(lambda: self._core.sender.offer(offer, filled))
 
@@ -127,6 +150,10 @@ class Transceiver:
 
         May come before its offer, which is then settled on arrival.
         """
+        if request_id in self._unopened:
+            self._unopened.discard(request_id)
+            self._sent.append(request_id)
+            return
         self._settled.add(request_id)
         self._reactor.post(lambda: self._core.sender.settle(transfer_id, request_id, reason))
 
@@ -143,9 +170,10 @@ class Transceiver:
                 f"tokens beyond the prompt: request={order.request_id}, wanted={wanted}, num_tokens={length}"
             )
         self._check_tables(order.request_id, order.tables)
-        self._ordered.add(order.request_id)
+        gate, within_s = Gate(), 0.0 if self._watcher.trouble() else self._deadline_s
+        self._ordered[order.request_id] = _Ordered(gate, time.monotonic() + within_s)
         free = self._mover.mark()
-        self._reactor.post(lambda: self._core.loads.order(order, free))
+        self._reactor.post(lambda: self._core.loads.order(order, free, gate))
 
     def abort(self, request_id: RequestId) -> None:
         """Fails the order of this request, if it is still running; it is reported like any other."""
@@ -154,22 +182,47 @@ class Transceiver:
     def poll(self) -> Progress:
         """What has ended since the last poll."""
         ended = not self._reactor.is_alive
-        sent, received = _drained(self._sent), _drained(self._received)
+        sent, received = _drained(self._sent), [each for each in _drained(self._received) if self._is_news(each)]
         self._forget(sent, received)
+        more_sent, more_received = self._ends_of_our_own(ended=ended)
+        self._forget(more_sent, more_received)
+        return Progress((*sent, *more_sent), (*received, *more_received))
+
+    def _is_news(self, received: Received) -> bool:
+        """False for an order that was ended here before the reactor got to it."""
+        if not self._given_up[received.request_id]:
+            return True
+        self._given_up[received.request_id] -= 1
+        return False
+
+    def _ends_of_our_own(self, *, ended: bool) -> tuple[list[RequestId], list[Received]]:
+        """What is over although the reactor does not say so: it has ended, or hangs and is late.
+
+        An order is over only if its gate can be shut: a copy that hangs keeps its blocks. An offer is over only if no
+        copy can be reading its blocks, and a reactor that hangs may still have readers.
+        """
         if ended:
-            # Whatever the thread knew is lost with it, but nothing of ours moves any more.
-            sent += [request_id for request_id in self._offered if request_id in self._settled]
-            received += [_lost(request_id, self._reactor.failure) for request_id in sorted(self._ordered)]
-            self._forget(sent, received)
-        return Progress(tuple(sent), tuple(received))
+            failure = self._reactor.failure
+            reason = "closed" if failure is None else f"the transfer layer has failed: {failure!r}"
+            sent = [] if self._mover.is_alive else [each for each in self._offered if each in self._settled]
+            return sent, [_lost(each, reason) for each in sorted(self._ordered) if self._ordered[each].gate.shut()]
+        if not (trouble := self._watcher.trouble()):
+            return [], []
+        now = time.monotonic()
+        late = [each for each, order in sorted(self._ordered.items()) if order.due_at <= now and order.gate.shut()]
+        for request_id in late:
+            self._given_up[request_id] += 1
+            self.abort(request_id)
+        return [], [_lost(request_id, trouble) for request_id in late]
 
     def status(self) -> Status:
         """Gauges and counters, at most 0.1 s old while the reactor runs; never less than what the engine waits for."""
         status = self._core.status
         waited_for = {"offers": len(self._offered), "loads": len(self._ordered)}
-        if self._reactor.is_alive:
-            return Status({**status.gauges, **waited_for}, status.counters)
-        return Status(waited_for, status.counters)
+        ours = self._watcher.trouble()
+        gauges = {**(status.gauges if self._reactor.is_alive else {}), **waited_for}
+        gauges["threads_troubled"] = gauges.get("threads_troubled", 0) + bool(ours)
+        return Status(gauges, status.counters, "; ".join(filter(None, (ours, status.trouble))))
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Ends everything within `timeout_s`: running orders fail, and can still be polled. Idempotent.
@@ -197,7 +250,8 @@ class Transceiver:
         for request_id in sent:
             self._offered.pop(request_id, None)
             self._settled.discard(request_id)
-        self._ordered.difference_update(each.request_id for each in received)
+        for each in received:
+            self._ordered.pop(each.request_id, None)
 
 
 def _card_of(
@@ -232,6 +286,5 @@ def _drained(queue: "deque[RequestId] | deque[Received]") -> list:  # type: igno
     return taken
 
 
-def _lost(request_id: RequestId, failure: BaseException | None) -> Received:
-    reason = "closed" if failure is None else f"the transfer layer has failed: {failure!r}"
+def _lost(request_id: RequestId, reason: str) -> Received:
     return Received(request_id, False, reason, 0, 0, 0, LoadTimes())

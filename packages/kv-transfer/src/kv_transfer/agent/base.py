@@ -21,6 +21,7 @@ from typing import Literal, Protocol
 
 from kv_core.errors import CallerError, FerryError
 from kv_transfer.agent.cards import AgentCard, RemoteSlice
+from kv_transfer.pulse import Pulse
 from kv_transfer.regions import Region, RegionSlice
 
 Pair = tuple[RegionSlice, RemoteSlice]
@@ -64,13 +65,21 @@ class AgentClosed(FerryError):
     """The agent takes no more work: it was closed, or its thread failed; the message says which."""
 
 
+class AgentStuck(FerryError):
+    """The agent's thread does not come back from a call; what was asked is not begun unless it is that very call."""
+
+
 def fresh_name(kind: str) -> str:
     """A name for an agent that no other agent has, ever: two incarnations of one rank must differ."""
     return f"{kind}-{secrets.token_hex(16)}"
 
 
 class Agent(Protocol):
-    """Moves bytes for one owner. Calls may come from any thread but the agent's own; completions are the owner's."""
+    """Moves bytes for one owner. Calls may come from any thread but the agent's own; completions are the owner's.
+
+    Its thread may fail or hang: then calls raise AgentClosed or AgentStuck, no ticket ends that may be moving, and
+    `pulse` says so. No call waits for a thread that hangs for longer than a bound.
+    """
 
     @property
     def name(self) -> str:
@@ -79,6 +88,10 @@ class Agent(Protocol):
     @property
     def kind(self) -> str:
         """Which transport: "nixl" or "loopback". Only agents of one kind can talk."""
+
+    @property
+    def pulse(self) -> Pulse:
+        """Whether the agent's thread gets on."""
 
     def register(self, region: Region) -> None:
         """Lets peers and us move bytes of this region; raises CallerError if it is registered already."""

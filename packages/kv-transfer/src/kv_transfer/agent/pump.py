@@ -4,7 +4,8 @@ In:  the calls of `Agent`, from any thread; a transport.
 Out: completions, and a waker called from the thread.
 Law: only this thread touches the transport, from its opening to its close. A movement is accepted without waiting for
      it; the calls that the transport must answer (register, card, add_peer, ...) wait for one turn of the thread,
-     which lasts as long as a few bounded posts at most. While nothing is posted the thread sleeps.
+     which lasts as long as a few bounded posts at most, and give up on a thread that hangs. While nothing is posted
+     the thread sleeps. If it fails, what waits ends; what was posted may still be moving, and has no end.
 
 One turn:   calls -> a few posts -> poll all posts -> announce -> rest
 Rest:       not at all while things move; POLL_S and longer while posts are open; until woken when there are none.
@@ -14,19 +15,19 @@ import logging
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kv_core.errors import CallerError
 from kv_transfer.agent.base import AgentClosed, Completion, Direction, Pair, Ticket, UnknownPeer
 from kv_transfer.agent.blob import TOKEN_BYTES, Blob, pack_blob, unpack_blob
+from kv_transfer.agent.calls import Calls
 from kv_transfer.agent.cards import AgentCard
 from kv_transfer.agent.ledger import Ledger
 from kv_transfer.agent.pieces import check_pairs, cut
 from kv_transfer.agent.transport import PostT, Transport, TransportError
+from kv_transfer.pulse import Pulse
 from kv_transfer.regions import Region
 from kv_transfer.threads import leave_pinned_core
 
@@ -44,17 +45,13 @@ Evidence: four posts to a stopped peer cost 8 % of a core at a steady millisecon
 TEARDOWN_S = 2.0
 """How much longer than its timeout `close` waits for the transport to end."""
 
+START_PATIENCE_S = 120.0
+"""As `PumpLimits.patience_s`, for opening and registering, which nobody but their caller waits for. Evidence:
+agent/nixl.py."""
+
 ResultT = TypeVar("ResultT")
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """Something to do in the thread, and how to tell its caller that it will not be done."""
-
-    run: Callable[[], None]
-    refuse: Callable[[Exception], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +60,15 @@ class PumpLimits:
 
     max_post_bytes: int = 16 << 20
     max_posts_per_peer: int = 4
+    patience_s: float = 5.0
+    """How long a caller waits for a thread that stays in one call. Far more than a few posts take, far less than a
+    load's deadline: the caller is the reactor, for which everybody waits."""
 
     def __post_init__(self) -> None:
-        if self.max_post_bytes < 1 or self.max_posts_per_peer < 1:
+        if self.max_post_bytes < 1 or self.max_posts_per_peer < 1 or self.patience_s <= 0:
             raise CallerError(
                 f"limits are positive: max_post_bytes={self.max_post_bytes}, "
-                f"max_posts_per_peer={self.max_posts_per_peer}"
+                f"max_posts_per_peer={self.max_posts_per_peer}, patience_s={self.patience_s}"
             )
 
 
@@ -87,12 +87,13 @@ class PumpedAgent(Generic[PostT]):
         self._transport = transport
         self._limits = limits
         self._clock = clock
+        self.pulse = Pulse("agent's thread")
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._wake = threading.Condition()  # guards everything up to the thread's own half
         self._ledger = Ledger(limits.max_posts_per_peer)
         self._peers: dict[str, Blob] = {}
         self._regions: set[Region] = set()
-        self._calls: deque[_Call] = deque()
+        self._calls = Calls(self._wake, self.pulse)
         self._waker: Callable[[], None] = _no_waker
         self._num_announced = 0
         self._closed_because: str | None = None
@@ -104,7 +105,7 @@ class PumpedAgent(Generic[PostT]):
         self._thread = threading.Thread(target=self._run, name=f"agent-{name[:24]}", daemon=True)
         self._thread.start()
         try:
-            self._call(lambda: transport.open(name))
+            self._call("open", lambda: transport.open(name), START_PATIENCE_S)
         except BaseException:
             self.close(0)
             raise
@@ -120,7 +121,7 @@ class PumpedAgent(Generic[PostT]):
     def register(self, region: Region) -> None:
         if region in self._regions:
             raise CallerError(f"a region is registered once: agent={self._name!r}, {region}")
-        self._call(lambda: self._transport.register(region))
+        self._call("register", lambda: self._transport.register(region), START_PATIENCE_S)
         self._regions.add(region)
 
     def deregister(self, region: Region) -> None:
@@ -129,11 +130,11 @@ class PumpedAgent(Generic[PostT]):
                 raise CallerError(f"the region is not registered: agent={self._name!r}, {region}")
             if self._ledger.uses(region):
                 raise CallerError(f"bytes of the region may be moving: agent={self._name!r}, {region}")
-        self._call(lambda: self._transport.deregister(region))
+        self._call("deregister", lambda: self._transport.deregister(region))
         self._regions.remove(region)
 
     def card(self) -> AgentCard:
-        blob = pack_blob(self._token, self._call(self._transport.blob))
+        blob = pack_blob(self._token, self._call("blob", self._transport.blob))
         return AgentCard(kind=self.kind, name=self._name, blob=blob)
 
     def add_peer(self, card: AgentCard) -> None:
@@ -143,11 +144,11 @@ class PumpedAgent(Generic[PostT]):
             raise CallerError(f"a peer bears our own name: {card.name!r}")
         blob = unpack_blob(card.blob)
         if self._peers.get(card.name) != blob:
-            self._call(lambda: self._learn(card.name, blob))
+            self._call("add_peer", lambda: self._learn(card.name, blob))
 
     def remove_peer(self, name: str) -> None:
         if name in self._peers:
-            self._call(lambda: self._forget(name, "peer removed"))
+            self._call("remove_peer", lambda: self._forget(name, "peer removed"))
 
     def write(self, peer: str, pairs: Sequence[Pair]) -> Ticket:
         return self._submit("write", peer, pairs)
@@ -180,7 +181,8 @@ class PumpedAgent(Generic[PostT]):
                 self._wake.notify()
         self._thread.join(timeout_s + TEARDOWN_S)
         with self._wake:
-            self._in_doubt |= self._thread.is_alive() or self._ledger.num_open > 0
+            is_over = not self._thread.is_alive() and not self.pulse.failure
+            self._in_doubt |= not is_over or self._ledger.num_open > 0
             self._ledger.drop_all("agent closed while bytes were moving")
         return not self._in_doubt
 
@@ -195,22 +197,10 @@ class PumpedAgent(Generic[PostT]):
             self._wake.notify()
         return ticket
 
-    def _call(self, do: Callable[[], ResultT]) -> ResultT:
+    def _call(self, name: str, do: Callable[[], ResultT], patience_s: float | None = None) -> ResultT:
         """Does something in the thread, and waits for it."""
         assert threading.current_thread() is not self._thread, "law: a waker does not call its agent"
-        result: Future[ResultT] = Future()
-
-        def run() -> None:
-            try:
-                result.set_result(do())
-            except Exception as error:
-                result.set_exception(error)
-
-        with self._wake:
-            self._check_open()
-            self._calls.append(_Call(run, result.set_exception))
-            self._wake.notify()
-        return result.result()
+        return self._calls.ask(name, do, self._check_open, patience_s or self._limits.patience_s)
 
     def _check_open(self) -> None:
         if self._closed_because is not None:
@@ -221,27 +211,22 @@ class PumpedAgent(Generic[PostT]):
             leave_pinned_core()
             while self._turn():
                 pass
-        except Exception as error:
-            _log.critical("agent %s: its thread failed", self._name, exc_info=True)
-            self._refuse_all(f"its thread failed: {error!r}")
-        else:
             self._refuse_all("it was closed")
             self._tear_down()
+            self.pulse.rests()
+        except BaseException as error:
+            _log.critical("agent %s: its thread failed", self._name, exc_info=True)
+            self._refuse_all(f"its thread failed: {error!r}")
+            self.pulse.ends(repr(error))
         self._announce()
 
     def _turn(self) -> bool:
         """One turn; False when the agent is closed and has nothing left to wait for."""
-        self._run_calls()
+        self._calls.run_all()
         moved = self._post_some()
         moved |= self._poll_posts()
         self._announce()
         return self._rest(moved)
-
-    def _run_calls(self) -> None:
-        with self._wake:
-            calls, self._calls = self._calls, deque()
-        for call in calls:
-            call.run()
 
     def _post_some(self) -> bool:
         for num_posted in range(POSTS_A_TURN):
@@ -250,6 +235,7 @@ class PumpedAgent(Generic[PostT]):
             if due is None:
                 return num_posted > 0
             ticket, piece = due
+            self.pulse.begins("post")
             try:
                 self._posts.append((ticket, self._transport.post(ticket.peer, piece)))
             except TransportError as error:
@@ -261,6 +247,7 @@ class PumpedAgent(Generic[PostT]):
         looked_at, self._posts = self._posts, []
         for ticket, post in looked_at:
             failure = ""
+            self.pulse.begins("poll")
             try:
                 if not self._transport.poll(post):
                     self._posts.append((ticket, post))
@@ -297,6 +284,7 @@ class PumpedAgent(Generic[PostT]):
             if self._closed_because is not None and (not self._posts or now >= self._close_at):
                 return False
             if not hot and not self._has_work():
+                self.pulse.rests()
                 self._wake.wait(min(POLL_LIMIT_S, max(POLL_S, silent_s / 10)) if self._posts else None)
         if hot:
             time.sleep(0)  # lets other Python threads run
@@ -313,11 +301,10 @@ class PumpedAgent(Generic[PostT]):
         with self._wake:
             self._closed_because = self._closed_because or reason
             self._ledger.drop_waiting(reason)
-            calls, self._calls = self._calls, deque()
-        for call in calls:
-            call.refuse(AgentClosed(f"the agent takes no more work: agent={self._name!r}, {reason}"))
+        self._calls.refuse_all(AgentClosed(f"the agent takes no more work: agent={self._name!r}, {reason}"))
 
     def _tear_down(self) -> None:
+        self.pulse.begins("close")
         for _, post in self._posts:
             self._transport.release(post)
         try:
