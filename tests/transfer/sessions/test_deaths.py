@@ -183,6 +183,8 @@ def test_a_sender_that_forgot_its_peer_is_greeted_again():
         transfer = p.offer()
         d.order(p, transfer)
         assert d.outcome(others=[p]).ok
+        # Peers with something open are not forgotten.
+        wait_for(lambda: not p.ranks[0].status().gauges["sessions"], what="the end of the first session")
         p.ranks[0]._reactor.post(p.cores[0].peers.close)
         d.order(p, transfer, "d1")
         received = d.outcome("d1", others=[p])

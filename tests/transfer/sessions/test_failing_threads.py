@@ -5,6 +5,7 @@ reported once, by its deadline unless a copy is at work in its very blocks; what
 reason; Quiet is not said for what may still be written; closing does not wait.
 """
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,9 +21,12 @@ from kv_testing.worlds import state_of as usual_state
 from kv_transfer.agent.loopback import LoopbackHub
 from kv_transfer.agent.pump import PumpLimits
 
-STALL_S, DEADLINE_S = 0.4, 3.0
-QUICK = replace(FAST, stall_s=STALL_S, request_deadline_s=DEADLINE_S)
+STALL_S = 0.4
+QUICK = replace(FAST, stall_s=STALL_S, request_deadline_s=4.0)
 """Threads are found to hang soon, loads end soon."""
+
+PATIENT = replace(FAST, stall_s=STALL_S)
+"""Loads whose deadline would come long after the test has lost its patience."""
 
 
 @contextmanager
@@ -47,12 +51,9 @@ def _summer(side: Side):
 
 
 def _refused_at_once(d: Side, p: Side, request_id: str = "new") -> str:
-    """Why the next order fails, which it does long before its deadline."""
-    began = time.monotonic()
+    """Why the next order fails: not by its deadline, if that is the reason which is expected."""
     d.order(p, fresh_id(), request_id)
-    reason = d.outcome(request_id, others=[p]).reason
-    assert time.monotonic() - began < DEADLINE_S - 1
-    return reason
+    return d.outcome(request_id, others=[p]).reason
 
 
 def _trouble(side: Side) -> str:
@@ -72,15 +73,13 @@ def _closes(*those: Side) -> None:
 @pytest.mark.parametrize("call", ["post", "poll"])
 def test_the_senders_agent_fails_with_a_write_under_way(call) -> None:
     """Whether its bytes will land is not known: so no Quiet, and what was granted stays in quarantine."""
-    with world() as (p, d, said), planted(_transport(p), call) as plant:
+    with world(PATIENT) as (p, d, said), planted(_transport(p), call) as plant:
         transfer = p.offer()
         plant.kill()
-        began = time.monotonic()
         d.order(p, transfer)
         received = d.outcome(others=[p])
         assert not received.ok
-        assert "its thread failed: Bug('planted')" in received.reason
-        assert time.monotonic() - began < DEADLINE_S - 1, "its receiver is told, and does not wait for a deadline"
+        assert re.search(r"thread (has )?failed: Bug\('planted'\)", received.reason), "its receiver is told"
         assert "sends nothing new: the agent's thread has failed" in _refused_at_once(d, p)
         assert "the agent's thread has failed" in _trouble(p)
         assert p.ranks[0].status().gauges["threads_troubled"] == 1
@@ -98,7 +97,7 @@ def test_the_senders_agent_fails_with_a_write_under_way(call) -> None:
 
 def test_the_senders_agent_fails_at_rest() -> None:
     """Nothing was under way: whoever is served is told at once, and may take its memory back."""
-    with world() as (p, d, faults):
+    with world(PATIENT) as (p, d, faults):
         faults.holds_writes = True
         transfer = p.offer()
         d.order(p, transfer)
@@ -158,7 +157,7 @@ def test_the_receivers_agent_hangs(call) -> None:
 
 def test_the_receivers_agent_fails() -> None:
     """A load that is under way needs it no more, and ends well; the next is refused."""
-    with world() as (p, d, faults):
+    with world(PATIENT) as (p, d, faults):
         faults.holds_writes = True
         transfer = p.offer()
         d.order(p, transfer)
@@ -212,16 +211,14 @@ def test_after_a_death_nothing_is_freed_while_our_own_agent_does_not_get_on() ->
 @pytest.mark.parametrize("who", ["p", "d"])
 def test_the_copy_thread_fails(who) -> None:
     """Every copy ends badly, the one that runs, those that wait and those to come."""
-    with world() as (p, d, _):
+    with world(PATIENT) as (p, d, _):
         side = {"p": p, "d": d}[who]
         with planted(_summer(side), "checksum") as plant:
             transfer = p.offer()
             plant.kill()
-            began = time.monotonic()
             d.order(p, transfer)
             assert "the copy thread has failed: Bug('planted')" in d.outcome(others=[p]).reason
             assert "the copy thread has failed" in _refused_at_once(d, p)
-            assert time.monotonic() - began < SOON_S
             assert "the copy thread has failed" in _trouble(side)
             d.release(p, transfer)
             for each in (p, d):
