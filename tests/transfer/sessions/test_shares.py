@@ -20,15 +20,15 @@ NUM_LOADS = 8
 
 
 @contextmanager
-def _stopped_sender(config):
-    """A receiver with many loads from a sender that is stopped in the middle; and a healthy sender."""
+def _stopped_sender(config, num_granted=NUM_REGIONS // 2):
+    """A receiver with many loads from a sender that is stopped once it has so many regions; and a healthy sender."""
     hub, faults, go_on = LoopbackHub(), Switches(holds_writes=True), Event()
     stopped = make_side(hub, "stopped", state_of(), faults=faults)
     with sides(stopped, make_side(hub, "healthy", state_of()), make_side(hub, "d", state_of(), config)) as (_, p, d):
         try:
             for number in range(NUM_LOADS):
                 d.order(stopped, stopped.offer(f"s{number}"), f"lost{number}")
-            wait_for(lambda: d.receive_arena().num_leases >= NUM_REGIONS // 2, what="granted regions")
+            wait_for(lambda: d.receive_arena().num_leases >= num_granted, what="granted regions")
             stopped.ranks[0]._reactor.post(lambda: hang_until(go_on))
             yield p, d
         finally:
@@ -54,7 +54,7 @@ def test_a_stopped_sender_keeps_half_of_the_receivers_staging(caplog):
 
 def test_control_without_shares_it_keeps_all(monkeypatch):
     monkeypatch.setattr(Arena, "has_share", lambda arena, num_bytes, owner: True)
-    with _stopped_sender(replace(SMALL, request_deadline_s=2.0)) as (p, d):
+    with _stopped_sender(replace(SMALL, request_deadline_s=2.0), NUM_REGIONS) as (p, d):
         d.order(p, p.offer(), "d0")
         assert "deadline" in d.outcome("d0", others=[p]).reason
 
