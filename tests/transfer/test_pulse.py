@@ -33,7 +33,8 @@ def test_a_thread_that_stays_in_one_call_hangs_and_may_come_back(clock) -> None:
     assert looked(watcher, clock, 10) == ""
     assert looked(watcher, clock, 1) == "the copy thread hangs: it has been in 'copy' for 10.0 s"
     pulse.begins("copy")
-    assert looked(watcher, clock, 1) == ""
+    assert watcher.trouble() == "", "that it gets on is believed at once"
+    assert looked(watcher, clock, 9) == ""
 
 
 def test_a_thread_that_rests_or_gets_on_does_not_hang(clock) -> None:

@@ -63,11 +63,12 @@ class Watcher:
         pulse = self._pulse
         if pulse.failure:
             return f"the {pulse.name} has failed: {pulse.failure}"
-        now = self._clock()
-        if now >= self._next_look:
-            self._next_look = now + self._stall_s / NUM_LOOKS
-            self._num_same = self._num_same + 1 if pulse.was_stuck_since(self._seen) else 0
-            self._seen = pulse.beat
+        now, step_s = self._clock(), self._stall_s / NUM_LOOKS
+        if not pulse.was_stuck_since(self._seen):
+            # That it gets on is believed at once.
+            self._seen, self._num_same, self._next_look = pulse.beat, 0, now + step_s
+        elif now >= self._next_look:
+            self._num_same, self._next_look = self._num_same + 1, now + step_s
         if self._num_same < NUM_LOOKS:
             return ""
         return f"the {pulse.name} hangs: it has been in '{self._seen.doing}' for {self._stall_s} s"
