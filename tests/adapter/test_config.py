@@ -12,10 +12,12 @@ def test_nothing_need_be_written():
     config = ferry_config({})
     assert config.transfer.lease_s == 30
     assert config.test_hooks_dir is None
+    assert not config.convert_elements
 
 
 def test_keys_of_both_layers_are_read():
-    config = ferry_config({"lease_s": 5, "port": 7000, "test_hooks_dir": "/tmp/x"})
+    config = ferry_config({"lease_s": 5, "port": 7000, "test_hooks_dir": "/tmp/x", "convert_elements": True})
+    assert config.convert_elements
     assert (config.transfer.lease_s, config.transfer.port) == (5, 7000)
     assert config.test_hooks_dir == Path("/tmp/x")
 
@@ -23,6 +25,7 @@ def test_keys_of_both_layers_are_read():
 @pytest.mark.parametrize(("extra", "named"), [
     ({"lease": 5}, "lease"), ({"lease_s": "long"}, "float"), ({"port": 70000}, "70000"),
     ({"lease_s": -1}, "lease_s"), ({"bind_host": "0.0.0.0"}, "advertised_host"), ({"test_hooks_dir": 3}, "str"),
+    ({"convert_elements": "perhaps"}, "bool"),
 ])  # fmt: skip
 def test_what_is_wrong_is_named(extra, named):
     with pytest.raises(CallerError, match=named):

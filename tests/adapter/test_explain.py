@@ -59,6 +59,22 @@ def test_a_refused_pair_tells_every_reason_with_both_values(capsys):
     assert "dtype differs: ours=bfloat16, theirs=float16" in page
 
 
+def test_a_pair_whose_elements_are_converted(capsys):
+    status, page = explain(capsys, "tp2,convert=yes", "tp1,dtype=float8_e4m3fn,scale=0.5+0.25,convert=yes")
+    assert status == 0
+    assert "elements: bfloat16 on the wire, converted to float8_e4m3fn by the receiver; never read where they" in page
+    assert "float8_e4m3fn (scale 0.5, 0.25)" in page
+    assert f"1,024 tokens: {1024 * TOKEN_BYTES:,} bytes" in page, "of the sender's elements"
+    assert "elements:" not in explain(capsys, "tp2,convert=yes", "tp1,convert=yes")[1]
+
+
+def test_a_pair_of_which_one_side_alone_would_convert(capsys):
+    status, page = explain(capsys, "tp2,convert=yes", "tp1,dtype=float16")
+    assert status == 1
+    assert "dtype differs: ours=float16, theirs=bfloat16" in page
+    assert "convert_elements differs: ours=False, theirs=True" in page
+
+
 def test_a_long_table_is_cut_and_counted(capsys):
     _, page = explain(capsys, "tp8pp8", "tp8pp4,stages=1+1+1+29")
     assert re.search(r"\.\.\. and \d+ more lines", page)
@@ -75,6 +91,11 @@ def test_a_long_table_is_cut_and_counted(capsys):
         ("tp3dp2", MODEL, "groups do not divide the tensor ranks: groups=2, tensor ranks=3"),
         ("tp1,dtype=float12", MODEL, "unknown dtype: got='float12'"),
         ("tp1,cut=slanted", MODEL, "slanted"),
+        ("tp1,cp2,deal=0", MODEL, "not options"),
+        ("tp1cp2,deal=0", MODEL, "deal is not a positive number: got='0'"),
+        ("tp1,convert=perhaps", MODEL, "convert is neither yes nor no: got='perhaps'"),
+        ("tp1,scale=half", MODEL, "scale is not numbers: got='half'"),
+        ("tp1,scale=0.5", MODEL, "elements of this type have no scale: dtype=bfloat16, scales=0.5"),
         ("tp1", "layers=32,heads=8", "missing=['size']"),
         ("tp1", "layers=32,heads=8,size=128,depth=3", "unknown=['depth']"),
         ("tp1", "nowhere", "no such model: got='nowhere'"),

@@ -13,7 +13,7 @@ from contract.case import UnknownKind
 from contract.transfer_states import DTYPES
 from kv_core.errors import CallerError, CapacityError
 from kv_transfer.config import TransferConfig
-from kv_transfer.plan.cache_state import ITEM_BYTES
+from kv_transfer.plan.elements import ITEM_BYTES
 from kv_transfer.plan.sizing import staging_bytes
 from kv_transfer.regions import Region, host_region
 from kv_transfer.staging import GRANULE_BYTES, Arena, StagingLease

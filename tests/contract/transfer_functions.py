@@ -21,9 +21,10 @@ from kv_core.request import Request
 from kv_core.spans import Span, ceil_div
 from kv_transfer.agent.cards import AgentCard
 from kv_transfer.formatter.attention import AttentionFormatter
-from kv_transfer.plan.cache_state import FULL, ITEM_BYTES, LATENT, BlockLayout, CacheState, ParallelLayout, Share
+from kv_transfer.plan.cache_state import FULL, LATENT, BlockLayout, CacheState, ParallelLayout, Share
 from kv_transfer.plan.compatibility import reasons
 from kv_transfer.plan.context import TokenShare
+from kv_transfer.plan.elements import ITEM_BYTES
 from kv_transfer.plan.plan import Chunk, Piece, SessionPlan, counterparts, num_bytes_of, receive_plans, send_plans
 from kv_transfer.plan.ranges import HOLE, BlockRange, block_range
 from kv_transfer.plan.sizing import staging_bytes

@@ -14,6 +14,7 @@ from torch import Tensor
 from kv_core.ids import Rank
 from kv_core.spans import Span
 from kv_testing.tagged import World
+from kv_transfer.formatter.conversion import conversion_of
 from kv_transfer.formatter.select import formatter_for
 from kv_transfer.plan.plan import Chunk, chunks_of, receive_plans
 from kv_transfer.plan.ranges import BlockRange, block_range
@@ -65,7 +66,8 @@ def chunks_between(
 def concatenation(receiver: World, rank: Rank, chunk: Chunk, sender: World) -> Callable[[Tensor], object]:
     """What puts the bytes of this chunk into the rank's blocks."""
     formatter, view = formatter_for(sender.state), own_view(receiver, rank, chunk)
-    return lambda dense: formatter.concat(*view, dense)
+    conversion = conversion_of(sender.state, receiver.state)
+    return lambda dense: formatter.concat(*view, dense, conversion)
 
 
 def own_view(world: World, rank: Rank, chunk: Chunk) -> tuple[Chunk, object, BlockRange]:

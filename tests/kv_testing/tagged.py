@@ -87,7 +87,7 @@ def empty(world: World) -> None:
     """Makes everything filler again."""
     for caches in world.caches.values():
         for plane in caches.planes:
-            _words(plane).copy_(_words(torch.full((plane.itemsize,), FILLER, dtype=torch.uint8).view(plane.dtype)))
+            words_of(plane).copy_(words_of(torch.full((plane.itemsize,), FILLER, dtype=torch.uint8).view(plane.dtype)))
 
 
 def draw_form(dice: Dice, state: CacheState) -> str:
@@ -149,7 +149,7 @@ def wanted(world_state: CacheState, rank: Rank, tokens: Span, length: int) -> np
     share, world = world_state.share_of(rank), World(world_state, {}, (), length)
     counts = np.zeros((world_state.num_layers, world_state.num_kv_heads, tokens.stop + 1), dtype=np.int64)
     for layer in share.layers:
-        held, _ = _held(world, rank, tokens, world_state.window_of(layer))
+        held, _ = held_by(world, rank, tokens, world_state.window_of(layer))
         counts[layer, share.heads.start : share.heads.stop, held.numpy()] = 1
     return counts
 
@@ -170,7 +170,7 @@ def _filler(letters: str, sizes: dict[str, int], dtype: torch.dtype) -> Tensor:
     return torch.full((*shape[:-1], shape[-1] * dtype.itemsize), FILLER, dtype=torch.uint8).view(dtype)
 
 
-def _words(plane: Tensor) -> Tensor:
+def words_of(plane: Tensor) -> Tensor:
     return plane.view(WORDS[plane.dtype.itemsize])
 
 
@@ -190,12 +190,12 @@ def expected_planes(
         layer = caches.first_layer + number // caches.num_planes
         by_window.setdefault(state.window_of(layer), []).append(number)
     for window, numbers in by_window.items():
-        held, ordinals = _held(world, rank, tokens, window if is_windowed else 0)
+        held, ordinals = held_by(world, rank, tokens, window if is_windowed else 0)
         blocks = torch.tensor(world.table_of(window), dtype=torch.int64)[ordinals]
-        yield [_words(caches.planes[number]) for number in numbers], _tagged(state, caches, numbers, held, blocks)
+        yield [words_of(caches.planes[number]) for number in numbers], _tagged(state, caches, numbers, held, blocks)
 
 
-def _held(world: World, rank: Rank, tokens: Span, window: int) -> tuple[Tensor, Tensor]:
+def held_by(world: World, rank: Rank, tokens: Span, window: int) -> tuple[Tensor, Tensor]:
     """The tokens that the rank holds, of those that the one after them sees; and which of its own blocks has each."""
     size = world.state.tokens_per_block
     first = max(tokens.start, tokens.stop - window + 1) if window else tokens.start

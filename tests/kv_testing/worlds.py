@@ -245,9 +245,13 @@ class Side:
 
     def misplaced(self, tokens: Span = ALL) -> int:
         """Elements that differ from: tags for these tokens, filler everywhere else."""
+        self.pull()
+        return misplaced(self.world, tokens, self.group)
+
+    def pull(self) -> None:
+        """Copies the device's memory to the world's."""
         for ours, theirs in self._planes():
             ours.copy_(theirs)
-        return misplaced(self.world, tokens, self.group)
 
     def push(self) -> None:
         """Queues the copy of the world's memory to the device, on the current stream, behind `work_before`."""

@@ -46,6 +46,6 @@ def test_all_reasons_come_at_once_and_read_well():
     found = reasons(make_state(), make_state(fingerprint="abd", dtype="float32", head_size=4))
     assert [str(reason) for reason in found] == [
         "fingerprint differs: ours=abc, theirs=abd",
-        "dtype differs: ours=float16, theirs=float32",
         "head_size differs: ours=8, theirs=4",
+        "dtype differs: ours=float16, theirs=float32",
     ]

@@ -27,9 +27,11 @@ class FerryConfig:
     """Hosts that may be called."""
     test_hooks_dir: Path | None = None
     """Directory of fault orders for tests; never set it in production."""
+    convert_elements: bool = False
+    """Convert between the element types of two engines' caches, where the other one asks for it too."""
 
 
-_OWN = ("peers", "test_hooks_dir")
+_OWN = ("peers", "test_hooks_dir", "convert_elements")
 
 
 def ferry_config(extra: Mapping[str, object]) -> FerryConfig:
@@ -44,6 +46,8 @@ def ferry_config(extra: Mapping[str, object]) -> FerryConfig:
         transfer = msgspec.convert({key: extra[key] for key in extra if key in transfer_keys}, TransferConfig)
         entries = msgspec.convert(extra.get("peers", list(LOOPBACK)), list[str])
         hooks = msgspec.convert(extra.get("test_hooks_dir"), str | None)
+        converts = msgspec.convert(extra.get("convert_elements", False), bool)
     except (msgspec.ValidationError, ValueError) as error:
         raise CallerError(f"kv_connector_extra_config: {error}") from error
-    return FerryConfig(transfer, KnownPeers.of([*entries, transfer.call_host]), None if hooks is None else Path(hooks))
+    known = KnownPeers.of([*entries, transfer.call_host])
+    return FerryConfig(transfer, known, None if hooks is None else Path(hooks), converts)

@@ -37,7 +37,7 @@ class _Tensor:
 def model_fingerprint(config: Mapping[str, object], weights: Path | None, *, extra: Mapping[str, object]) -> str:
     """The digest of a model; `weights` is its checkpoint directory, `None` when the engine makes the weights up.
 
-    `extra` is what the engine adds to the configuration and what changes the KV: compute dtype, overrides, seed of
+    `extra` is what the engine adds to the configuration and what changes the KV: quantisation, overrides, seed of
     made-up weights. Raises `CallerError` if the directory holds no weights.
     """
     digest = hashlib.sha256(_canonical({"config": _without_names(config), "extra": extra}))

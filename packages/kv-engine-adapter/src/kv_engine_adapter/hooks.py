@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from kv_core.ids import SessionId
 from kv_core.spans import Span
 from kv_transfer.faults import NoFaults
-from kv_transfer.plan.cache_state import ITEM_BYTES, CacheState
+from kv_transfer.plan.cache_state import CacheState
+from kv_transfer.plan.elements import ITEM_BYTES
 
 if TYPE_CHECKING:
     import torch

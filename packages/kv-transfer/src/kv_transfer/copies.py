@@ -16,6 +16,7 @@ from kv_transfer.checksum import Summer
 from kv_transfer.direct.base import RemoteCaches
 from kv_transfer.direct.reads import Holding, reads_of
 from kv_transfer.faults import Faults
+from kv_transfer.formatter.conversion import conversion_of
 from kv_transfer.formatter.select import formatter_for
 from kv_transfer.orders import BlockTables
 from kv_transfer.plan.cache_state import CacheState
@@ -69,9 +70,9 @@ class Copier:
             if checksum is not None and (found := self._summer.checksum(staged)) != checksum:
                 raise CorruptBytes(f"checksums of chunk {chunk.seq} differ: ours={found}, theirs={checksum}")
             self._faults.after_verify(session, chunk, staged)
-            formatter = formatter_for(theirs)
+            formatter, conversion = formatter_for(theirs), conversion_of(theirs, self._state)
             for part, blocks, dense in self._parts(chunk, tables, staged):
-                formatter.concat(part, self._caches, blocks, dense)
+                formatter.concat(part, self._caches, blocks, dense, conversion)
 
         return run
 

@@ -14,6 +14,7 @@ from functools import partial
 from kv_transfer.direct.base import RemoteCaches
 from kv_transfer.mover import Moved
 from kv_transfer.peer import Peer
+from kv_transfer.plan.compatibility import is_converted
 from kv_transfer.room import Room
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,14 @@ class Mappings:
     def settle(self, peer: Peer) -> None:
         """Find out how this peer is read; `on_known` is told, at once or later."""
         door, card = self._room.direct, peer.direct
-        if door is None or card is None or not self._room.config.direct or not door.can_map(card):
+        if (
+            door is None
+            or card is None
+            or not self._room.config.direct
+            or not door.can_map(card)
+            # A read is a copy: elements that are to be converted are staged.
+            or is_converted(self._room.identity.state, peer.state)
+        ):
             peer.is_path_known = True
             self._on_known(peer)
         elif peer not in self._mapping:

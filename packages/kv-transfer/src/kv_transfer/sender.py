@@ -22,6 +22,7 @@ from kv_transfer.orders import Offer
 from kv_transfer.passages import Passages
 from kv_transfer.peer import Peer
 from kv_transfer.peers import Peers
+from kv_transfer.plan.compatibility import is_converted
 from kv_transfer.plan.plan import chunks_of
 from kv_transfer.protocol.errors import UnexpectedMessage
 from kv_transfer.protocol.messages import (
@@ -219,6 +220,9 @@ class Sender:
             return End(RefuseCode.BUSY, f"too many sessions: most={self._room.config.max_sessions}")
         if ask.direct and self._room.direct is None:
             return End(RefuseCode.UNFIT, "our caches cannot be mapped: ours=staged, theirs=direct")
+        if ask.direct and is_converted(identity.state, session.peer.state):
+            types = f"ours={identity.state.dtype}, theirs={session.peer.state.dtype}"
+            return End(RefuseCode.UNFIT, f"elements that are converted are not read where they lie: {types}")
         if gone := self.offers.why_gone(session.pair):
             return End(RefuseCode.GONE, f"the offer of transfer {ask.transfer_id} is gone: {gone}")
         share = identity.state.share_of(identity.card.rank)

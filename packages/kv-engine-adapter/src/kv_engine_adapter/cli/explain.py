@@ -19,7 +19,8 @@ from kv_engine_adapter.cli.model_facts import model_facts
 from kv_engine_adapter.cli.shapes import cache_state
 from kv_transfer.config import default_chunk_bytes
 from kv_transfer.plan.cache_state import CacheState
-from kv_transfer.plan.compatibility import reasons
+from kv_transfer.plan.compatibility import is_converted, reasons
+from kv_transfer.plan.elements import shown
 from kv_transfer.plan.plan import SessionPlan, chunks_of, receive_plans
 
 MAX_SHOWN = 64
@@ -90,9 +91,11 @@ def _sides(pair: Pair) -> Iterator[str]:
             else ""
         )
         groups = f", {parallel.num_groups} groups of tensor ranks" if parallel.num_groups > 1 else ""
+        scales = f" (scale {shown(state.scales)})" if state.scales else ""
         yield (
             f"{name:5}{parallel.num_ranks} ranks: {len(parallel.layers)} stages x {len(parallel.heads)} tensor ranks"
             f"{cut}{groups}; blocks of {state.tokens_per_block} tokens, {layout.order}, {state.dtype}"
+            f"{scales}"
         )
 
 
@@ -158,6 +161,11 @@ def _sums(pair: Pair) -> Iterator[str]:
     )
     busiest = max((sum(p.num_bytes for p in pair.plans if p.sender == s.sender) for s in pair.plans), default=0)
     yield f"the busiest sender gives {busiest:,} bytes"
+    if is_converted(pair.receiver, pair.sender):
+        yield (
+            f"elements: {pair.sender.dtype} on the wire, converted to {pair.receiver.dtype} by the receiver; "
+            "never read where they lie"
+        )
     yield f"path: staged (gather, one write a chunk, scatter); one run in memory is {_run_bytes(pair):,} bytes"
 
 

@@ -9,6 +9,7 @@ Law: sizes come first, in any order and each at most once; everything else has a
     tp4dp2                        dp: groups of attention data parallelism
     tp2,stages=20+12              layers of each pipeline stage, when they are not even
     tp1,block=64,order=token_major,dtype=float16
+    tp1,dtype=float8_e4m3fn,scale=0.5+0.25,convert=yes    scales of K and V; asks for conversion
 """
 
 import re
@@ -21,7 +22,7 @@ from kv_engine_adapter.cli.model_facts import ModelFacts
 from kv_transfer.plan.cache_state import BlockOrder, CacheState, ParallelLayout
 
 _SIZES: Final = ("tp", "pp", "cp", "dp")
-_NAMES: Final = ("stages", "block", "order", "dtype", "cut", "deal", "numbering", "model")
+_NAMES: Final = ("stages", "block", "order", "dtype", "cut", "deal", "numbering", "model", "scale", "convert")
 
 
 def cache_state(word: str, model: ModelFacts) -> CacheState:
@@ -53,6 +54,8 @@ def cache_state(word: str, model: ModelFacts) -> CacheState:
         "layout": {"order": options.get("order", get_args(BlockOrder)[0])},
         "parallel": msgspec.to_builtins(parallel),
         "windows": model.windows,
+        "scales": _scales(options.get("scale")),
+        "convert_elements": _is_yes("convert", options.get("convert", "no")),
     }
     return _checked(word, state)
 
@@ -90,6 +93,19 @@ def _stages(text: str | None, pp: int, num_layers: int) -> list[int]:
     if min(stages) < 0 or sum(stages) != num_layers or pp not in (1, len(stages)):
         raise CallerError(f"stages do not hold the layers: got={text!r}, pp={pp}, layers={num_layers}")
     return stages
+
+
+def _scales(text: str | None) -> list[float]:
+    try:
+        return [] if text is None else [float(word) for word in text.split("+")]
+    except ValueError as error:
+        raise CallerError(f"scale is not numbers: got={text!r}, wanted=for example 0.5 or 0.5+0.25") from error
+
+
+def _is_yes(name: str, text: str) -> bool:
+    if text not in ("yes", "no"):
+        raise CallerError(f"{name} is neither yes nor no: got={text!r}")
+    return text == "yes"
 
 
 def _count(name: str, text: str) -> int:

@@ -100,6 +100,7 @@ class WorkerSetup:
             tokens_per_block=view.caches.tokens_per_block,
             layout=view.layout,
             parallel=parallel,
+            convert_elements=self._ferry.convert_elements,
         )
         hooks = self._ferry.test_hooks_dir
         transceiver = Transceiver(

@@ -106,11 +106,11 @@ def fingerprint(config: "VllmConfig") -> str:
     model, load = config.model_config, config.load_config
     overrides = getattr(model, "hf_overrides", None)
     made_up = str(load.load_format) in ("dummy", "LoadFormat.DUMMY")
+    # Why without the type of the elements: a CacheState tells it, and two types may be converted.
     extra = {
-        "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "overrides": None if callable(overrides) else overrides,
-        "made_up_seed": model.seed if made_up else None,
+        "made_up": (model.seed, str(model.dtype)) if made_up else None,
     }
     directory = _checkpoint(model, load.download_dir)
     return model_fingerprint(read_config(directory), None if made_up else directory, extra=extra)

@@ -24,7 +24,8 @@ from kv_kernels.layout import Corner, MappedPlanes
 from kv_kernels.peer import peer_copy
 from kv_transfer.agent.cards import DirectCard
 from kv_transfer.direct.base import CannotMap, Read
-from kv_transfer.plan.cache_state import ITEM_BYTES, CacheState, Share
+from kv_transfer.plan.cache_state import CacheState, Share
+from kv_transfer.plan.elements import ITEM_BYTES
 from kv_transfer.pools import PagedCaches, dtype_name
 
 logger = logging.getLogger(__name__)

@@ -14,6 +14,7 @@ from kv_core.errors import CallerError
 from kv_core.spans import Span
 from kv_kernels.launch import Route
 from kv_transfer.formatter.attention import AttentionFormatter
+from kv_transfer.formatter.conversion import Conversion
 from kv_transfer.plan.plan import Chunk
 from kv_transfer.plan.ranges import BlockRange
 from kv_transfer.pools import PagedCaches
@@ -31,10 +32,17 @@ class LatentFormatter:
         _check_one_head(chunk, caches)
         return _ROWS.split(chunk, caches, block_range, out)
 
-    def concat(self, chunk: Chunk, caches: PagedCaches, block_range: BlockRange, src: Tensor) -> tuple[Route, ...]:
+    def concat(
+        self,
+        chunk: Chunk,
+        caches: PagedCaches,
+        block_range: BlockRange,
+        src: Tensor,
+        conversion: Conversion | None = None,
+    ) -> tuple[Route, ...]:
         """See `base.Formatter.concat`; CallerError if the chunk names another head, or the parts do not fit."""
         _check_one_head(chunk, caches)
-        return _ROWS.concat(chunk, caches, block_range, src)
+        return _ROWS.concat(chunk, caches, block_range, src, conversion)
 
 
 def _check_one_head(chunk: Chunk, caches: PagedCaches) -> None:

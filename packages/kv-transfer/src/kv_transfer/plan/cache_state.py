@@ -19,6 +19,7 @@ from kv_core.errors import CallerError
 from kv_core.ids import Rank
 from kv_core.spans import Span
 from kv_transfer.plan.context import ContextCut, TokenShare
+from kv_transfer.plan.elements import ITEM_BYTES, check_elements
 
 BlockOrder = Literal["head_major", "token_major"]
 Numbering = Literal["context_inner", "tensor_inner"]
@@ -30,18 +31,6 @@ FULL: Final = "full"
 LATENT: Final = "latent"
 INDEXER: Final = "indexer"
 """Kinds of attention that have a formatter."""
-
-ITEM_BYTES: Final = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int8": 1,
-    "uint8": 1,
-}
-"""Bytes per element of each element type, by its torch name."""
 
 MAX_LAYERS: Final = 4096
 MAX_HEADS: Final = 4096
@@ -211,7 +200,8 @@ class CacheState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     `fingerprint` names the weights, `num_planes` is 2 for K and V and 1 for a latent cache, `head_size` counts
     elements. `windows` has the attention window of each layer in tokens, 0 where a layer sees all; none at all if every
-    layer does.
+    layer does. `scales` are those of the elements (see `elements`); `convert_elements`: what comes from a peer whose
+    elements differ, and who asks for it too, is converted.
     """
 
     fingerprint: str
@@ -226,14 +216,15 @@ class CacheState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     layout: BlockLayout
     parallel: ParallelLayout
     windows: tuple[int, ...] = ()
+    scales: tuple[float, ...] = ()
+    convert_elements: bool = False
 
     def __post_init__(self) -> None:
         _check_name("fingerprint", self.fingerprint)
         _check_name("attention", self.attention)
-        if self.dtype not in ITEM_BYTES:
-            raise CallerError(f"unknown dtype: got={self.dtype[:MAX_NAME_LENGTH]!r}, known={', '.join(ITEM_BYTES)}")
         _check_count("head_size", self.head_size, MAX_HEAD_SIZE)
         _check_count("num_planes", self.num_planes, MAX_PLANES)
+        check_elements(self.dtype, self.scales, self.num_layers, self.num_planes)
         _check_count("tokens_per_block", self.tokens_per_block, MAX_TOKENS_PER_BLOCK)
         _check_agree("num_layers", self.num_layers, self.parallel.num_layers)
         _check_agree("num_kv_heads", self.num_kv_heads, self.parallel.num_kv_heads)
@@ -274,6 +265,13 @@ class CacheState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """The attention window of a global layer; 0 if it sees all tokens."""
         return self.windows[layer] if self.windows else 0
 
+    def scales_of(self, layers: Span) -> tuple[float, ...] | None:
+        """The scale of each plane of some global layers, layer by layer; None if elements have none."""
+        if len(self.scales) == self.num_layers * self.num_planes:
+            return self.scales[layers.start * self.num_planes : layers.stop * self.num_planes]
+        each = self.scales * (self.num_planes // len(self.scales)) if self.scales else ()
+        return each * len(layers) or None
+
     def indexer_pool(self, dim: int, quant_block: int) -> "CacheState":
         """The pool of an indexer beside this cache, as a cache of its own: bytes, one plane, one head on every rank.
 
@@ -283,6 +281,8 @@ class CacheState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return msgspec.structs.replace(
             self,
             dtype="uint8",
+            scales=(),
+            convert_elements=False,
             attention=INDEXER,
             head_size=dim + dim // quant_block * 4,
             num_planes=1,
