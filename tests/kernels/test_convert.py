@@ -75,6 +75,20 @@ def test_scales_are_of_each_plane(source, target):
         assert same(out[plane], (values / (after[plane] if after else 1.0)).to(target))
 
 
+@pytest.mark.parametrize("step", [1, 30, 60, 119, 120, 1000])
+def test_planes_are_converted_a_few_at_a_time(monkeypatch, step):
+    """A plane has 60 elements here; one that is larger than a step goes alone."""
+    monkeypatch.setattr("kv_kernels.convert.STEP_ELEMENTS", step)
+    src, scales = torch.randn(5, 3, 4, 5).to(torch.bfloat16), [0.5, 1.0, 2.0, 4.0, 0.3]
+    out = convert(src, torch.float8_e5m2, None, scales)
+    for plane in range(5):
+        assert same(out[plane], (src[plane].float() / scales[plane]).to(torch.float8_e5m2))
+
+
+def test_nothing_is_converted_to_nothing():
+    assert convert(torch.zeros(2, 0, 3, 4), torch.float16).shape == (2, 0, 3, 4)
+
+
 def test_the_strides_of_the_source_are_kept():
     src = torch.randn(2, 3, 5, 4).transpose(1, 2)
     assert convert(src, torch.float16).stride() == src.stride()

@@ -6,15 +6,19 @@ Law: without scales bit-equal to torch's `.to()`: round to nearest even, what is
 largest value where a type has no infinity (float8_e4m3fn). With scales the value `element * scale` is taken in float32,
 divided by the new scale, and rounded once more. NaN stays NaN.
 
-Plain torch on every device: what converts is not a copy, and takes no kernel of ours.
+Plain torch on every device: what converts is not a copy, and takes no kernel of ours. Planes are converted a few at a
+time, so that beside the new array there is little in float32.
 """
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 
-SATURATING = torch.float8_e4m3fn
+SATURATING: Final = torch.float8_e4m3fn
+STEP_ELEMENTS: Final = 1 << 22
+"""In float32 at once, unless a plane has more."""
 
 
 def convert(
@@ -24,18 +28,29 @@ def convert(
     for told in (scales, new_scales):
         if told is not None and len(told) != src.shape[0]:
             raise ValueError(f"not one scale a plane: scales={len(told)}, planes={src.shape[0]}")
-    # Every type here is exact in float32, so that a detour over it rounds once.
-    values = src.to(torch.float32, copy=src.dtype == torch.float32)
-    if scales is not None:
-        values *= _factors(scales, src)
-    if new_scales is not None:
-        values /= _factors(new_scales, src)
-    if dtype == SATURATING:
-        # Why by hand: torch saturates by itself only in its later versions, and made NaN before.
-        largest = torch.finfo(dtype).max
-        values.clamp_(-largest, largest)
-    return values.to(dtype)
+    out = torch.empty_like(src, dtype=dtype)
+    before, after = (_factors(told, src) for told in (scales, new_scales))
+    step = max(1, STEP_ELEMENTS // max(1, src[:1].numel()))
+    for start in range(0, src.shape[0], step):
+        some = slice(start, start + step)
+        values = _values(src[some], None if before is None else before[some])
+        if after is not None:
+            values /= after[some]
+        if dtype == SATURATING:
+            # Why by hand: torch saturates by itself only in its later versions, and made NaN before.
+            values.clamp_(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+        out[some].copy_(values)
+    return out
 
 
-def _factors(scales: Sequence[float], like: Tensor) -> Tensor:
+def _values(src: Tensor, scales: Tensor | None) -> Tensor:
+    """What the elements stand for, in a new float32 array: every type here is exact in it, so rounding is done once."""
+    values = src.to(torch.float32, copy=True)
+    return values if scales is None else values.mul_(scales)
+
+
+def _factors(scales: Sequence[float] | None, like: Tensor) -> Tensor | None:
+    """[P, 1, 1, 1], on the same device."""
+    if scales is None:
+        return None
     return torch.tensor(scales, dtype=torch.float32, device=like.device)[:, None, None, None]
