@@ -226,7 +226,7 @@ def test_row_05_nixl_that_is_missing(monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2", "int8_per_token_head", "nvfp4"])
 def test_row_31_codes_whose_scales_are_the_engines(dtype):
-    """Between bf16, fp16 and fp32 elements are converted (docs/decisions/0005-element-conversion.md)."""
+    """Between bf16, fp16 and fp32 elements are converted (docs/decisions/0006-element-conversion.md)."""
     from kv_engine_adapter.vllm.setup import SchedulerSetup
 
     with pytest.raises(CallerError, match=f"kv_cache_dtype={dtype}, supported is auto"):
