@@ -6,7 +6,7 @@ Out: one pytest run a package, as many at a time as there are cores, each told a
 Law: an environment holds the package, what it declares, and what tests need (pytest, Hypothesis; numpy for Triton's
      interpreter), nothing else. kv_core's holds no torch, which is asserted.
 
-Tests of a package that need an optional extra carry its marker (`nixl`, `vllm`) and are left out here.
+Tests of a package that need an optional extra carry its marker (`nixl`, `vllm`, `prometheus`) and are left out here.
 
 Usage: .venv/bin/python tools/check_packages.py [--only kv-core]
 """
@@ -141,7 +141,7 @@ def prove_absence(venv: Venv, package: Package) -> None:
 
 
 def selection() -> str:
-    return "not gpu and not multi_gpu and not long and not nixl and not vllm and not drawn"
+    return "not gpu and not multi_gpu and not long and not nixl and not vllm and not prometheus and not drawn"
 
 
 if __name__ == "__main__":

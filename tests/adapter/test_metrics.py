@@ -1,6 +1,19 @@
 """Reports of ranks and steps add up to what happened."""
 
-from kv_engine_adapter.metrics import Report, merged, report_of, summary, totals
+from kv_engine_adapter.metrics import (
+    COUNTERS,
+    GAUGES,
+    MAX_SAMPLES,
+    SECONDS,
+    TRANSFERS,
+    Report,
+    label_values,
+    labelled,
+    merged,
+    report_of,
+    summary,
+    totals,
+)
 
 
 def report(source, counters, **gauges):
@@ -30,3 +43,22 @@ def test_the_summary_has_a_mean_only_when_something_was_loaded():
     assert summary(report_of({}))["mean load ms"] == 0
     line = summary(report("rank0", {"loads": 4, "load_seconds": 0.02, "bytes_received": 5e6}, quarantined=1))
     assert (line["mean load ms"], line["MB received"], line["quarantined regions"]) == (5.0, 5.0, 1)
+
+
+def test_samples_are_joined_and_bounded():
+    ours, theirs = report("rank0", {}), report("rank1", {})
+    ours["samples"], theirs["samples"] = {"seconds|load|wire": [0.1]}, {"seconds|load|wire": [0.2], "x": [1.0]}
+    assert merged(ours, theirs)["samples"] == {"seconds|load|wire": [0.1, 0.2], "x": [1.0]}
+    assert merged(ours, report("rank1", {}))["samples"] == ours["samples"]
+    assert "samples" not in merged(report("rank0", {}), report("rank1", {}))
+    theirs["samples"] = {"x": [1.0] * MAX_SAMPLES}
+    assert len(merged(theirs, theirs)["samples"]["x"]) == MAX_SAMPLES
+
+
+def test_there_are_few_series_and_no_name_twice():
+    num_series = sum(len(label_values(name)) for name in (*TRANSFERS, "seconds"))
+    assert num_series == 12 + 6 + 6 + 14
+    names = [metric.name for metric in (*COUNTERS.values(), *GAUGES.values(), *TRANSFERS.values(), SECONDS)]
+    assert len(set(names)) == len(names)
+    keys = [labelled(name, *values) for name in (*TRANSFERS, "seconds") for values in label_values(name)]
+    assert len(set(keys)) == num_series

@@ -1,5 +1,6 @@
 """The folder that knows vLLM: names of requests, cache tensors, statistics. Needs vLLM, no engine."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -77,6 +78,33 @@ def test_our_report_is_found_alone_and_among_the_children_of_multi_connector():
     nothing = Report(counters={}, gauges={})
     assert own_report(MultiKVConnectorStats(data={"OtherConnector": ours})) == nothing
     assert own_report(None) == nothing
+
+
+def test_series_of_transfers_are_served_by_engine():
+    """Also for a host that has no connector of ours in its report."""
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+    from kv_engine_adapter.vllm.stats import FerryPromMetrics
+
+    registry = CollectorRegistry()
+    kinds = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    config = SimpleNamespace(kv_transfer_config=None)
+    served = FerryPromMetrics(config, kinds, ["model_name", "engine"], {0: ["m", "0"], 1: ["m", "1"]})
+    report = Report(
+        counters={"loads": 2.0, "transfer_bytes|load|direct": 4096.0, "unheard|of": 1.0},
+        gauges={"rank0": {"threads_troubled": 1.0}},
+        samples={"seconds|load|wire": [0.004, 0.2], "seconds|load|unheard": [1.0]},
+    )
+    served.observe(dict(report), 1)
+    ours, value = {"model_name": "m", "engine": "1"}, registry.get_sample_value
+    assert value("kvferry:loads_total", ours) == 2
+    assert value("kvferry:threads_troubled", ours) == 1
+    assert value("kvferry:transfer_bytes_total", {**ours, "direction": "load", "path": "direct"}) == 4096
+    wire = {**ours, "direction": "load", "stage": "wire"}
+    assert value("kvferry:transfer_seconds_count", wire) == 2
+    assert value("kvferry:transfer_seconds_sum", wire) == pytest.approx(0.204)
+    assert value("kvferry:transfer_seconds_bucket", {**wire, "le": "0.005"}) == 1
+    assert value("kvferry:transfer_seconds_count", {**wire, "engine": "0"}) == 0
 
 
 def test_the_connector_is_registered_once_and_found_by_name():

@@ -7,6 +7,7 @@ from kv_core.keys import BlockKey
 from kv_core.spans import Span
 from kv_engine_adapter.orders import LoadBlocks, OpenOffer, SettleOffer, StepOrders
 from kv_transfer.orders import LoadTimes, Progress, Received
+from kv_transfer.reports import Direction, Leg, Path, Stages, TransferReport
 from kv_transfer.status import Status
 
 worker_module = pytest.importorskip("kv_engine_adapter.worker")
@@ -47,6 +48,12 @@ class FakeTransceiver:
 
     def close(self):
         self.calls.append(("close", None))
+
+
+def report(name, ok=True, direction=Direction.LOAD, path=Path.STAGED):
+    leg = Leg("10.0.0.7:5601 rank 0", path, "", 1000, 4, 2, Stages(0.1, 0.0, 0.0, 0.3, 0.1))
+    reason = "" if ok else "peer is gone"
+    return TransferReport(direction, RequestId(name), TRANSFER, ok, reason, 59, 4, (leg,), leg.stages)
 
 
 @pytest.fixture
@@ -111,3 +118,32 @@ def test_a_report_is_made_only_when_something_changed(worker, transceiver):
     assert second["counters"] == {"loads": 1, "load_seconds": 0.5, "bytes_received": 1000, "bytes_sent": 77}
     assert second["gauges"] == {"rank1": {"sessions": 0, "leases": 0, "quarantined": 0, "threads_troubled": 0}}
     assert worker.take_report() is None
+
+
+def test_what_transfers_moved_and_how_long_their_stages_took(worker, transceiver):
+    """Of those that failed only what they moved."""
+    ends = (
+        report("d1"),
+        report("d2", path=Path.DIRECT),
+        report("d3", ok=False),
+        report("p1", direction=Direction.SEND),
+    )
+    transceiver.progress = Progress((), (), ends)
+    worker.poll()
+    told = worker.take_report()
+    assert told["counters"] == {
+        "transfers|load|staged|ok": 1,
+        "transfers|load|direct|ok": 1,
+        "transfers|load|staged|failed": 1,
+        "transfers|send|staged|ok": 1,
+        "transfer_bytes|load|staged": 2000,
+        "transfer_bytes|load|direct": 1000,
+        "transfer_bytes|send|staged": 1000,
+        "transfer_chunks|load|staged": 8,
+        "transfer_chunks|load|direct": 4,
+        "transfer_chunks|send|staged": 4,
+    }
+    assert told["samples"]["seconds|load|wire"] == [0.3, 0.3]
+    assert told["samples"]["seconds|send|total"] == [pytest.approx(0.5)]
+    transceiver.counters = {"bytes_out": 1}
+    assert "samples" not in worker.take_report(), "each is told once"

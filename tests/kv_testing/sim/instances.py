@@ -31,6 +31,7 @@ from kv_transfer.direct.base import CannotMap
 from kv_transfer.direct.reads import Holding
 from kv_transfer.gate import Gate
 from kv_transfer.health import Health
+from kv_transfer.history import History
 from kv_transfer.instance import _Porter
 from kv_transfer.mover import Moved, Skipped
 from kv_transfer.orders import BlockTables, Offer, Received, ReceiveOrder, Settled
@@ -434,6 +435,7 @@ class Instance:
             agent=agent,  # type: ignore[arg-type]
             copies=SimCopies(process),  # type: ignore[arg-type]
             health=Health(process.timers, [agent.pulse], config.stall_s),
+            history=History(process.timers.clock),
             direct=SimDirect(network, name) if self.is_mappable else None,  # type: ignore[arg-type]
             new_session=lambda: SessionId(f"{network.next_number():032x}"),
         )

@@ -2,14 +2,23 @@
 
 Law: a counter is a difference since the last report, so sums over steps and ranks are right; a gauge is kept by its
      source (a rank, or the scheduler), newest wins, so that a rank which did not report in a step keeps its value.
+     Counters and samples of transfers are named with their labels, all of which are listed here: never a peer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict, cast
+from itertools import product
+from typing import Any, Final, NotRequired, TypedDict, cast
+
+from kv_transfer.reports import Direction, Path, Stages, TransferReport
 
 Counters = dict[str, float]
 Gauges = dict[str, dict[str, float]]
+Samples = dict[str, list[float]]
+"""Seconds, by direction and stage, as `labelled` writes them."""
+
+MAX_SAMPLES: Final = 4096
+"""Of one series and report; those of an engine that nobody asks are dropped, newest last."""
 
 
 class Report(TypedDict):
@@ -17,6 +26,7 @@ class Report(TypedDict):
 
     counters: Counters
     gauges: Gauges
+    samples: NotRequired[Samples]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +35,7 @@ class Metric:
 
     name: str
     help: str
+    labels: tuple[str, ...] = ()
 
 
 COUNTERS: dict[str, Metric] = {
@@ -47,6 +58,57 @@ GAUGES: dict[str, Metric] = {
 }
 
 
+WAYS: Final = tuple(product(Direction, Path))
+STAGES: Final = (*Stages._fields, "total")
+
+TRANSFERS: dict[str, Metric] = {
+    "transfers": Metric(
+        "kvferry:transfers", "Loads, and sessions that have sent, that have ended.", ("direction", "path", "outcome")
+    ),
+    "transfer_bytes": Metric("kvferry:transfer_bytes", "Bytes moved.", ("direction", "path")),
+    "transfer_chunks": Metric("kvferry:transfer_chunks", "Chunks moved.", ("direction", "path")),
+}
+"""Counters of transfers, counted on every rank."""
+
+SECONDS: Final = Metric(
+    "kvferry:transfer_seconds",
+    "Seconds of each stage of a transfer that went well; the stages add up to the stage total.",
+    ("direction", "stage"),
+)
+
+
+def labelled(name: str, *labels: str) -> str:
+    """A series of a metric with labels, as one key."""
+    return "|".join((name, *labels))
+
+
+def label_values(name: str) -> list[tuple[str, ...]]:
+    """All label values that a metric of transfers can have."""
+    if name == "transfers":
+        return [(*way, outcome) for way in WAYS for outcome in ("ok", "failed")]
+    return list(WAYS) if name in TRANSFERS else list(product(Direction, STAGES))
+
+
+def counters_of(report: TransferReport) -> Counters:
+    """What one transfer adds."""
+    found: Counters = {labelled("transfers", report.direction, report.path, "ok" if report.ok else "failed"): 1}
+    for leg in report.legs:
+        for name, amount in (("transfer_bytes", leg.num_bytes), ("transfer_chunks", leg.num_chunks)):
+            key = labelled(name, report.direction, leg.path)
+            found[key] = found.get(key, 0) + amount
+    return found
+
+
+def samples_of(reports: Sequence[TransferReport]) -> Samples:
+    """The seconds of those that went well."""
+    found: Samples = {}
+    for report in reports:
+        if report.ok:
+            for stage, seconds in (*report.stages._asdict().items(), ("total", report.stages.total)):
+                found.setdefault(labelled("seconds", report.direction, stage), []).append(seconds)
+    return found
+
+
 def report_of(payload: Mapping[str, Any]) -> Report:
     """The report that a host's container carries; an empty container is an empty report."""
     return cast("Report", payload) if payload else Report(counters={}, gauges={})
@@ -57,7 +119,15 @@ def merged(ours: Report, theirs: Report) -> Report:
     counters = dict(ours["counters"])
     for name, value in theirs["counters"].items():
         counters[name] = counters.get(name, 0) + value
-    return Report(counters=counters, gauges={**ours["gauges"], **theirs["gauges"]})
+    report = Report(counters=counters, gauges={**ours["gauges"], **theirs["gauges"]})
+    if samples := joined(ours.get("samples", {}), theirs.get("samples", {})):
+        report["samples"] = samples
+    return report
+
+
+def joined(ours: Mapping[str, list[float]], theirs: Mapping[str, list[float]]) -> Samples:
+    """The samples of both, series by series."""
+    return {name: [*ours.get(name, []), *theirs.get(name, [])][:MAX_SAMPLES] for name in {**ours, **theirs}}
 
 
 def totals(gauges: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kv_core.ids import RequestId
-from kv_engine_adapter.metrics import Report
+from kv_engine_adapter.metrics import Report, Samples, counters_of, joined, samples_of
 from kv_engine_adapter.orders import LoadBlocks, StepOrders
 from kv_transfer.orders import BlockTables, Offer, Received, ReceiveOrder
 from kv_transfer.protocol.messages import RankCard
@@ -44,6 +44,7 @@ class FerryWorker:
         self._loading: dict[RequestId, LoadBlocks] = {}
         self._failed_blocks: set[int] = set()
         self._counters: dict[str, float] = {}
+        self._samples: Samples = {}
         self._last_gauges: dict[str, float] = {}
         self._last_bytes_sent = 0
 
@@ -79,6 +80,10 @@ class FerryWorker:
                 ended.failed.add(received.request_id)
             self._account(received)
         self._count("sends", len(progress.sent))
+        for report in progress.reports:
+            for name, value in counters_of(report).items():
+                self._count(name, value)
+        self._samples = joined(self._samples, samples_of(progress.reports))
         return ended
 
     def take_failed_blocks(self) -> set[int]:
@@ -101,7 +106,10 @@ class FerryWorker:
         if not self._counters and gauges == self._last_gauges:
             return None
         counters, self._counters, self._last_gauges = self._counters, {}, gauges
-        return Report(counters=counters, gauges={f"rank{self.card.rank}": gauges})
+        report = Report(counters=counters, gauges={f"rank{self.card.rank}": gauges})
+        if self._samples:
+            report["samples"], self._samples = self._samples, {}
+        return report
 
     def close(self) -> None:
         """Stop transfers; what still runs ends as failed."""

@@ -71,7 +71,8 @@ class Arrivals:
     def take(self, session: ReceiveSession, data: Data) -> None:
         """The chunk is here: have it verified and scattered."""
         lease, chunk, load = session.granted.pop(data.seq), session.chunks[data.seq], session.load
-        load.stamps.arrived = self._room.timers.clock()
+        load.stamps.arrived = now = self._room.timers.clock()
+        session.arrives(now)
         if data.num_bytes != chunk.num_bytes or (session.ask.checksum and data.checksum is None):
             lease.release()
             stated = f"ours=({chunk.num_bytes}, wanted), theirs=({data.num_bytes}, {data.checksum})"
@@ -126,8 +127,9 @@ class Arrivals:
         return Turn.SERVED
 
     def _grant(self, session: ReceiveSession, lease: StagingLease) -> None:
-        stamps = session.load.stamps
-        stamps.granted = stamps.granted or self._room.timers.clock()
+        stamps, now = session.load.stamps, self._room.timers.clock()
+        stamps.granted = stamps.granted or now
+        session.begins_to_move(now)
         session.granted[session.next_seq] = lease
         self._say_grant(session, session.next_seq)
         session.next_seq += 1
@@ -146,11 +148,9 @@ class Arrivals:
             self._room.counters.add("chunks_skipped" if isinstance(moved.error, Skipped) else "chunks_bad")
             self._listener.chunk_bad(session, f"chunk {seq} of {session.peer}: {moved.error}")
         elif load.is_open:
-            load.num_bytes += chunk.num_bytes
-            load.num_chunks += 1
+            session.is_moved(1, chunk.num_bytes, self._room.timers.clock())
             self._room.counters.add("bytes_in", chunk.num_bytes)
             self._room.counters.add("chunks_in")
-            session.num_unscattered -= 1
             self._listener.chunk_scattered(session)
         self._listener.chunk_over(session)
         self.pump()

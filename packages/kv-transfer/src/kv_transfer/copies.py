@@ -23,6 +23,7 @@ from kv_transfer.plan.cache_state import CacheState
 from kv_transfer.plan.plan import Chunk, Piece
 from kv_transfer.plan.ranges import BlockRange, block_range
 from kv_transfer.pools import PagedCaches
+from kv_transfer.profiling import NO_RANGES, Ranges
 from kv_transfer.protocol.messages import Ask
 
 
@@ -33,12 +34,15 @@ class CorruptBytes(PeerError):
 class Copier:
     """Makes jobs over one rank's caches. The jobs run in the mover's thread, one at a time."""
 
-    def __init__(self, caches: PagedCaches, state: CacheState, rank: Rank, faults: Faults) -> None:
+    def __init__(
+        self, caches: PagedCaches, state: CacheState, rank: Rank, faults: Faults, ranges: Ranges = NO_RANGES
+    ) -> None:
         self._caches = caches
         self._state = state
         self._rank = rank
         self._context_rank = state.share_of(rank).context_rank
         self._faults = faults
+        self._ranges = ranges
         self._summer = Summer()
 
     def gather(self, chunk: Chunk, tables: BlockTables, staged: Tensor, *, checksum: bool) -> Callable[[], int | None]:
@@ -46,9 +50,10 @@ class Copier:
 
         def run() -> int | None:
             formatter = formatter_for(self._state)
-            for part, blocks, dense in self._parts(chunk, tables, staged):
-                formatter.split(part, self._caches, blocks, dense)
-            return self._summer.checksum(staged) if checksum else None
+            with self._ranges.around("gather"):
+                for part, blocks, dense in self._parts(chunk, tables, staged):
+                    formatter.split(part, self._caches, blocks, dense)
+                return self._summer.checksum(staged) if checksum else None
 
         return run
 
@@ -67,12 +72,13 @@ class Copier:
         def run() -> None:
             if not is_wanted():
                 return
-            if checksum is not None and (found := self._summer.checksum(staged)) != checksum:
-                raise CorruptBytes(f"checksums of chunk {chunk.seq} differ: ours={found}, theirs={checksum}")
-            self._faults.after_verify(session, chunk, staged)
-            formatter, conversion = formatter_for(theirs), conversion_of(theirs, self._state)
-            for part, blocks, dense in self._parts(chunk, tables, staged):
-                formatter.concat(part, self._caches, blocks, dense, conversion)
+            with self._ranges.around("scatter"):
+                if checksum is not None and (found := self._summer.checksum(staged)) != checksum:
+                    raise CorruptBytes(f"checksums of chunk {chunk.seq} differ: ours={found}, theirs={checksum}")
+                self._faults.after_verify(session, chunk, staged)
+                formatter, conversion = formatter_for(theirs), conversion_of(theirs, self._state)
+                for part, blocks, dense in self._parts(chunk, tables, staged):
+                    formatter.concat(part, self._caches, blocks, dense, conversion)
 
         return run
 
@@ -90,9 +96,10 @@ class Copier:
             if not is_wanted():
                 return
             ours = Holding(self._state, self._rank, self._caches.groups, 0, tables.by_group)
-            # All of them first: what does not fit is found before anything is written.
-            for what in list(reads_of(ask, ours, theirs)):
-                mapping.read(what, self._caches)
+            with self._ranges.around("direct read"):
+                # All of them first: what does not fit is found before anything is written.
+                for what in list(reads_of(ask, ours, theirs)):
+                    mapping.read(what, self._caches)
 
         return run
 

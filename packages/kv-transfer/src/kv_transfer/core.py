@@ -157,12 +157,21 @@ class Core:
             "mappings": len(self.loads.receiver.mappings),
             "threads_troubled": self._room.health.num_troubled,
         }
-        return Status(gauges, self._room.counters.snapshot(), self._room.health.trouble)
+        history = self._room.history
+        return Status(
+            gauges, self._room.counters.snapshot(), self._room.health.trouble, history.recent, history.tally.totals
+        )
+
+    def publish_last(self) -> None:
+        """As of now, and for good."""
+        self._room.history.publish()
+        self.status = self.measure()
 
     def _publish(self) -> None:
         """Now, or if the last time was just now, a little later; then the timer leads to one more turn."""
         now = self._room.timers.clock()
         if now >= self._publish_at:
+            self._room.history.publish()
             self.status = self.measure()
             self._publish_at = now + PUBLISH_S
         elif self._publishing is None or not self._publishing.is_live:

@@ -16,6 +16,7 @@ from kv_transfer.plan.plan import Chunk
 from kv_transfer.protocol.messages import Ask, SharedBlocks
 from kv_transfer.protocol.session import Receiving
 from kv_transfer.quarantine import Writer
+from kv_transfer.reports import Direction, Leg, Marks, Path, TransferReport, latest
 from kv_transfer.staging import StagingLease
 from kv_transfer.timers import Timer
 
@@ -67,6 +68,21 @@ class Load:
         self.outcome = outcome
         return True
 
+    def report(self, now: float, tokens_per_block: int) -> TransferReport:
+        """What is told of it."""
+        begun, tokens = self.stamps.ordered, self.order.tokens
+        return TransferReport(
+            direction=Direction.LOAD,
+            name=self.order.request_id,
+            transfer_id=self.order.transfer_id,
+            ok=self.outcome == "",
+            reason=self.outcome or "",
+            num_tokens=len(tokens),
+            num_blocks=len(tokens.blocks(tokens_per_block)),
+            legs=tuple(each.leg(now) for each in self.sessions),
+            stages=latest(begun, [each.marks for each in self.sessions]).stages(now),
+        )
+
     def received(self, now: float) -> Received:
         """What the engine is told."""
         assert self.outcome is not None, "law: an open load is not reported"
@@ -99,6 +115,8 @@ class ReceiveSession:
     chunks: tuple[Chunk, ...]
     num_unscattered: int
     opened_at: float
+    marks: Marks = field(init=False)
+    """From the order of the load on."""
     state: Receiving = Receiving.WAITING
     next_seq: int = 0
     granted: dict[int, StagingLease] = field(default_factory=dict)
@@ -109,8 +127,15 @@ class ReceiveSession:
     """Where a sender that is read directly keeps what was asked for."""
     is_proven: bool = False
     """The sender has said that what was read directly is what it offered."""
+    num_arrived: int = 0
+    num_moved: int = 0
+    """Chunks that are in our blocks."""
+    moved_bytes: int = 0
     pause_s: float = 0.0
     nudge: Timer | None = None
+
+    def __post_init__(self) -> None:
+        self.marks = Marks(self.load.stamps.ordered)
 
     @property
     def name(self) -> SessionId:
@@ -119,6 +144,39 @@ class ReceiveSession:
     @property
     def num_bytes(self) -> int:
         return sum(chunk.num_bytes for chunk in self.chunks)
+
+    def begins_to_move(self, now: float) -> None:
+        """Memory for the first chunk is granted, or the read begins."""
+        if self.marks.granted is None:
+            self.marks.granted = self.marks.gathered = now
+
+    def arrives(self, now: float) -> None:
+        """One more chunk has come."""
+        self.num_arrived += 1
+        if self.num_arrived == len(self.chunks):
+            self.marks.wired = now
+
+    def is_moved(self, num_chunks: int, num_bytes: int, now: float) -> None:
+        """So much more is in our blocks."""
+        self.num_unscattered -= num_chunks
+        self.num_moved += num_chunks
+        self.moved_bytes += num_bytes
+        self.load.num_chunks += num_chunks
+        self.load.num_bytes += num_bytes
+        if self.num_unscattered == 0:
+            self.marks.scattered = now
+
+    def leg(self, now: float) -> Leg:
+        """What is told of it."""
+        return Leg(
+            peer=self.peer.place,
+            path=Path.DIRECT if self.ask.direct else Path.STAGED,
+            why=self.peer.path_why,
+            num_bytes=self.moved_bytes,
+            num_chunks=self.num_moved,
+            num_pieces=len(self.ask.pieces),
+            stages=self.marks.stages(now),
+        )
 
     @property
     def is_done(self) -> bool:

@@ -206,9 +206,11 @@ class Loads:
         if load.is_open or self._loads.get(load.order.request_id) is not load or not load.gate.shut():
             return
         del self._loads[load.order.request_id]
-        received = load.received(self._room.timers.clock())
+        now = self._room.timers.clock()
+        received = load.received(now)
         logger.debug("request %s: %s", load.order.request_id, received)
         self._on_received(received)
+        self._room.history.add(load.report(now, self._room.identity.state.tokens_per_block))
 
     def _left_s(self, load: Load) -> float:
         end = load.stamps.ordered + self._room.config.request_deadline_s

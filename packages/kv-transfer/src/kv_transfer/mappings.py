@@ -10,14 +10,18 @@ Law: of the reactor's thread; maps and closes run in the mover's, in order, so t
 import logging
 from collections.abc import Callable
 from functools import partial
+from typing import Final
 
-from kv_transfer.direct.base import RemoteCaches
+from kv_transfer.agent.cards import DirectCard
+from kv_transfer.direct.base import DirectDoor, RemoteCaches
 from kv_transfer.mover import Moved
 from kv_transfer.peer import Peer
 from kv_transfer.plan.compatibility import is_converted
 from kv_transfer.room import Room
 
 logger = logging.getLogger(__name__)
+
+MAX_WHY: Final = 200
 
 
 class Mappings:
@@ -38,21 +42,27 @@ class Mappings:
 
     def settle(self, peer: Peer) -> None:
         """Find out how this peer is read; `on_known` is told, at once or later."""
-        door, card = self._room.direct, peer.direct
-        if (
-            door is None
-            or card is None
-            or not self._room.config.direct
-            or not door.can_map(card)
-            # A read is a copy: elements that are to be converted are staged.
-            or is_converted(self._room.identity.state, peer.state)
-        ):
-            peer.is_path_known = True
+        way = self._way(peer)
+        if isinstance(way, str):
+            peer.is_path_known, peer.path_why = True, way
             self._on_known(peer)
         elif peer not in self._mapping:
+            door, card = way
             made = self._mapping[peer] = []
             run = lambda: made.append(door.map(card, peer.state, peer.key.rank))  # noqa: E731
             self._room.copies.submit(run, None, partial(self._settled, peer, made))
+
+    def _way(self, peer: Peer) -> tuple[DirectDoor, DirectCard] | str:
+        """Both ends of the direct path; or why all is staged."""
+        door, card = self._room.direct, peer.direct
+        if door is None or not self._room.config.direct:
+            return "no direct path here"
+        if card is None:
+            return "its caches cannot be mapped"
+        if is_converted(self._room.identity.state, peer.state):
+            # A read is a copy.
+            return "its elements are converted"
+        return (door, card) if door.can_map(card) else "other host"
 
     def _settled(self, peer: Peer, made: list[RemoteCaches], moved: Moved) -> None:
         if self._mapping.get(peer) is not made:
@@ -62,9 +72,10 @@ class Mappings:
         if moved.error is not None:
             logger.warning("%s cannot be read directly, its bytes are staged: %s", peer, moved.error)
             self._room.counters.add("maps_failed")
+            peer.path_why = f"mapping failed: {moved.error}"[:MAX_WHY]
         else:
             logger.info("the caches of %s are mapped", peer)
-            peer.mapping = made[0]
+            peer.mapping, peer.path_why = made[0], "same host"
             self._mapped.add(peer)
             self.used(peer)
             self._watch(peer, self._room.config.unmap_idle_s)

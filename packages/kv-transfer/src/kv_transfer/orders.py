@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from kv_core.ids import Incarnation, RequestId, TransferId
 from kv_core.spans import Span
+from kv_transfer.reports import TransferReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +93,14 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What has ended since the last poll; each request id is reported once."""
+    """What has ended since the last poll; each request id is reported once.
+
+    `reports` tells of every load and of every session that has sent, whatever became of it.
+    """
 
     sent: tuple[RequestId, ...]
     received: tuple[Received, ...]
+    reports: tuple[TransferReport, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

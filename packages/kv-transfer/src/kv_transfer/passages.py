@@ -11,6 +11,7 @@ Sessions take turns for memory (turns). What chunks for one instance hold of the
      queue --> gather (mover) --> [held by a fault] --> write (agent) --> written
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Final, Protocol
@@ -55,6 +56,8 @@ class Passages:
         self._listener = listener
         self._turns: Turns[SendSession] = Turns(self._serve)
         self._tickets: dict[Ticket, SendSession] = {}
+        self._ranges: dict[Ticket, Callable[[], None]] = {}
+        """How the range of each write ends."""
 
     def queue(self, session: SendSession, grant: Grant) -> None:
         """One more chunk of this session waits for its turn."""
@@ -67,6 +70,7 @@ class Passages:
         for ticket, passage in list(session.moves.writes.items()):
             if self._room.agent.withdraw(ticket):
                 del session.moves.writes[ticket], self._tickets[ticket]
+                self._ranges.pop(ticket)()
                 passage.lease.release()
 
     def pump(self) -> None:
@@ -76,6 +80,7 @@ class Passages:
     def completed(self, completion: Completion) -> None:
         """The agent reports the physical end of a write."""
         session = self._tickets.pop(completion.ticket)
+        self._ranges.pop(completion.ticket)()
         passage = session.moves.writes.pop(completion.ticket)
         passage.lease.release()
         if completion.outcome == "done":
@@ -106,6 +111,7 @@ class Passages:
         """Copy the chunk into our staging."""
         chunk, held = session.chunks[grant.seq], session.held
         assert held is not None, "law: only what is offered is gathered"
+        session.marks.granted = session.marks.granted or self._room.timers.clock()
         session.moves.begun.add(chunk.seq)
         session.moves.reads.add(chunk.seq)
         job = self._copier.gather(chunk, held.offer.tables, lease.slice.tensor, checksum=session.ask.checksum)
@@ -149,6 +155,8 @@ class Passages:
             self._listener.chunk_failed(session, RefuseCode.WRITE_FAILED, str(error))
             self._go_on(session)
             return
+        session.marks.gathered = session.marks.gathered or self._room.timers.clock()
+        self._ranges[ticket] = self._room.ranges.begin("wire")
         session.moves.writes[ticket] = passage
         self._tickets[ticket] = session
 

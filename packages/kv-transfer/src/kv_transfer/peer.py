@@ -45,6 +45,8 @@ class Peer:
     mapping: RemoteCaches | None = None
     is_path_known: bool = False
     """Whether it is settled that its caches are mapped, or are not to be."""
+    path_why: str = "it was not settled how to read it"
+    """Why they are, or are not."""
     unmap: Timer | None = None
     used_at: float = 0.0
     """When a session with it has ended last."""
@@ -57,6 +59,11 @@ class Peer:
     def run(self) -> str:
         """The run of the instance that it is a rank of; its ranks share a fate, and so a share of our staging."""
         return f"{self.instance} ({self.key.incarnation})"
+
+    @property
+    def place(self) -> str:
+        """Where it is, for people; without names that a peer gives itself."""
+        return f"{self.card.host}:{self.card.port} rank {self.key.rank}"
 
     def __str__(self) -> str:
         return f"rank {self.key.rank} of {self.instance} at {self.card.host}:{self.card.port}"

@@ -130,7 +130,7 @@ class Receiver:
             self._fail_load(session, f"{peer} plans otherwise in (chunks, bytes): ours={ours}, theirs={theirs}")
             return
         if session.state is Receiving.ASKING:
-            session.load.stamps.ready = self._room.timers.clock()
+            session.load.stamps.ready = session.marks.ready = self._room.timers.clock()
             session.blocks = ready.blocks
         self._on(session, ReceiveEvent.READY)
 
@@ -296,17 +296,17 @@ class Receiver:
         """All is copied, and still to be proven: only the sender knows whether it held the blocks until now."""
         load = session.load
         load.num_scatters -= 1
-        load.stamps.arrived = self._room.timers.clock()
+        load.stamps.arrived = now = self._room.timers.clock()
         load.stamps.scatter_s += moved.seconds
+        session.begins_to_move(now - moved.seconds)
         if moved.error is not None:
             self._room.counters.add("reads_skipped" if isinstance(moved.error, Skipped) else "reads_failed")
             self.chunk_bad(session, f"{session.peer} could not be read: {moved.error}")
         elif load.is_open:
-            load.num_bytes += session.num_bytes
-            load.num_chunks += len(session.chunks)
+            session.marks.wired = now
+            session.is_moved(session.num_unscattered, session.num_bytes, now)
             self._room.counters.add("bytes_in", session.num_bytes)
             self._room.counters.add("bytes_read_directly", session.num_bytes)
-            session.num_unscattered = 0
             self.chunk_scattered(session)
         self.chunk_over(session)
 

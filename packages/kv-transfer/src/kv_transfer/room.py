@@ -20,8 +20,10 @@ from kv_transfer.direct.base import DirectDoor
 from kv_transfer.faults import Faults
 from kv_transfer.gate import Gate
 from kv_transfer.health import Health
+from kv_transfer.history import History
 from kv_transfer.mover import Moved
 from kv_transfer.plan.cache_state import CacheState
+from kv_transfer.profiling import NO_RANGES, Ranges
 from kv_transfer.protocol.messages import RankCard
 from kv_transfer.status import Counters
 from kv_transfer.timers import Timers
@@ -79,6 +81,8 @@ class Room:
     copies: Copies
     health: Health
     """Of the threads of agent and copies."""
+    history: History
     direct: DirectDoor | None = None
     """Our end of the direct path, if our caches can be mapped by peers."""
+    ranges: Ranges = NO_RANGES
     new_session: Callable[[], SessionId] = random_session

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
 
-from kv_core.ids import SessionId
+from kv_core.ids import RequestId, SessionId
 from kv_core.spans import Span
 from kv_transfer.agent.base import Ticket
 from kv_transfer.agent.cards import RemoteSlice
@@ -18,8 +18,9 @@ from kv_transfer.offers import HeldOffer, Pair
 from kv_transfer.peer import Peer
 from kv_transfer.plan.cache_state import CacheState, Share
 from kv_transfer.plan.plan import Chunk, Piece, num_bytes_of, widened
-from kv_transfer.protocol.messages import MAX_CHUNKS, Ask, Data, Grant, RefuseCode, SharedBlocks
+from kv_transfer.protocol.messages import MAX_CHUNKS, Ask, Data, Grant, Ready, RefuseCode, SharedBlocks
 from kv_transfer.protocol.session import SendEvent, Sending
+from kv_transfer.reports import Direction, Leg, Marks, Path, TransferReport
 from kv_transfer.staging import StagingLease
 from kv_transfer.timers import Timer
 
@@ -73,6 +74,7 @@ class SendSession:
     name: SessionId
     peer: Peer
     ask: Ask
+    marks: Marks
     state: Sending = Sending.NEW
     chunks: tuple[Chunk, ...] = ()
     moves: Moves = field(default_factory=Moves)
@@ -85,6 +87,31 @@ class SendSession:
     @property
     def pair(self) -> Pair:
         return self.ask.transfer_id, self.ask.prompt_key
+
+    def report(self, now: float, tokens_per_block: int) -> TransferReport:
+        """What is told of it, once it has ended. Of a direct session we see no more than the reader's Close."""
+        done, ask = self.moves.done.values(), self.ask
+        num_read = len(self.chunks) if ask.direct and self.end.is_clean else 0
+        leg = Leg(
+            peer=self.peer.place,
+            path=Path.DIRECT if ask.direct else Path.STAGED,
+            why="its reader asks for it",
+            num_bytes=sum(each.num_bytes for each in (self.chunks[:num_read] or done)),
+            num_chunks=num_read or len(done),
+            num_pieces=len(ask.pieces),
+            stages=self.marks.stages(now),
+        )
+        return TransferReport(
+            direction=Direction.SEND,
+            name=RequestId("unknown") if self.held is None else self.held.offer.request_id,
+            transfer_id=ask.transfer_id,
+            ok=self.end.is_clean,
+            reason="" if self.end.is_clean else f"{self.end.code}: {self.end.detail}",
+            num_tokens=len(ask.tokens),
+            num_blocks=len(ask.tokens.blocks(tokens_per_block)),
+            legs=(leg,),
+            stages=leg.stages,
+        )
 
     @property
     def num_readers(self) -> int:
@@ -112,6 +139,12 @@ class SendSession:
         if grant.slice.num_bytes != wanted:
             return f"chunk {grant.seq} and its grant differ in bytes: ours={wanted}, theirs={grant.slice.num_bytes}"
         return ""
+
+
+def ready_of(session: SendSession, blocks: SharedBlocks | None) -> Ready:
+    """That the offer is held, and what is to come; to a direct reader also where it is."""
+    num_bytes = sum(chunk.num_bytes for chunk in session.chunks)
+    return Ready(session=session.name, num_chunks=len(session.chunks), num_bytes=num_bytes, blocks=blocks)
 
 
 def shared_blocks(ask: Ask, state: CacheState, share: Share, held: HeldOffer) -> SharedBlocks:

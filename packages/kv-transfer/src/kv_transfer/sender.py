@@ -32,15 +32,14 @@ from kv_transfer.protocol.messages import (
     Data,
     Grant,
     Quiet,
-    Ready,
     Refuse,
     RefuseCode,
-    SharedBlocks,
     clipped,
 )
 from kv_transfer.protocol.session import SENDER, IllegalEvent, SendAction, SendEvent, Sending, sender_joint, step
+from kv_transfer.reports import Marks
 from kv_transfer.room import Room
-from kv_transfer.send_session import End, Passage, SendSession, misfit, shared_blocks
+from kv_transfer.send_session import End, Passage, SendSession, misfit, ready_of, shared_blocks
 from kv_transfer.staging import Arena
 from kv_transfer.tombstones import Tombstones
 
@@ -119,7 +118,8 @@ class Sender:
             self._peers.answer(peer, Refuse(session=ask.session, code=end.code, detail=end.detail))
             self._peers.answer(peer, Quiet(session=ask.session, clean=end.is_clean))
         elif session is None:
-            self._sessions[ask.session] = session = SendSession(ask.session, peer, ask)
+            marks = Marks(self._room.timers.clock())
+            self._sessions[ask.session] = session = SendSession(ask.session, peer, ask, marks)
             self._consider(session)
         elif msgspec.structs.replace(ask, ttl_ms=session.ask.ttl_ms) == session.ask:
             self._on(session, SendEvent.ASK)
@@ -143,6 +143,9 @@ class Sender:
 
     def cancelled(self, peer: Peer, cancel: Cancel) -> None:
         """A peer wants no more."""
+        session = self._session_of(peer, cancel.session)
+        if session is not None and session.state in (Sending.PARKED, Sending.SERVING):
+            session.end = End(RefuseCode.GONE, clipped(f"cancelled by its receiver: {cancel.reason}"))
         self._ended_by_peer(peer, cancel.session, SendEvent.CANCEL)
 
     # -- news of peers (peer.Listener) ------------------------------------------------------------------------------
@@ -170,6 +173,8 @@ class Sender:
         chunk = passage.chunk
         data = Data(session=session.name, seq=chunk.seq, num_bytes=chunk.num_bytes, checksum=passage.checksum)
         session.moves.done[chunk.seq] = data
+        if len(session.moves.done) == len(session.chunks):
+            session.marks.wired = session.marks.scattered = self._room.timers.clock()
         self._on(session, SendEvent.WRITTEN, data=data)
 
     def chunk_failed(self, session: SendSession, code: RefuseCode, why: str) -> None:
@@ -202,6 +207,7 @@ class Sender:
             return
         self._arm(session)
         if held is not None:
+            session.marks.ready = self._room.timers.clock()
             self._on(session, SendEvent.OPEN)
         elif session.state is Sending.NEW:
             self._on(session, SendEvent.PARK)
@@ -255,6 +261,8 @@ class Sender:
             return
         if session.state is Sending.SERVING and event is SendEvent.CLOSE:
             session.end = End(RefuseCode.GONE, "the session has ended", is_clean=True)
+            if session.ask.direct:
+                session.marks.wired = session.marks.scattered = self._room.timers.clock()
         self._on(session, event)
 
     def _unknown(self, peer: Peer, name: SessionId) -> None:
@@ -288,14 +296,16 @@ class Sender:
             del self._sessions[session.name]
             if session.deadline is not None:
                 session.deadline.cancel()
-            self._ended.bury(session.name, session.end, self._room.timers.clock())
+            now, size = self._room.timers.clock(), self._room.identity.state.tokens_per_block
+            self._ended.bury(session.name, session.end, now)
+            self._room.history.add(session.report(now, size))
 
     def _ready(self, session: SendSession) -> None:
         """Say that the offer is held. A direct reader is told where, once the blocks are filled: it cannot wait."""
         assert session.held is not None, "law: only what is held is ready"
         filled = session.held.filled
         if not session.ask.direct:
-            self._peers.answer(session.peer, _ready_of(session, None))
+            self._peers.answer(session.peer, ready_of(session, None))
         elif filled is None or filled.query():  # type: ignore[no-untyped-call]
             self._readable(session, Moved(None, None, 0.0))
         else:
@@ -312,7 +322,7 @@ class Sender:
         assert session.held is not None, "law: only what is held is served"
         blocks = shared_blocks(session.ask, identity.state, share, session.held)
         try:
-            self._peers.answer(session.peer, _ready_of(session, blocks))
+            self._peers.answer(session.peer, ready_of(session, blocks))
         except (CallerError, CapacityError) as error:
             self.chunk_failed(session, RefuseCode.UNFIT, f"the blocks are too many to be told: {error}")
 
@@ -341,8 +351,3 @@ class Sender:
                 say(data)
             case SendAction.SAY_QUIET:
                 say(Quiet(session=session.name, clean=session.end.is_clean))
-
-
-def _ready_of(session: SendSession, blocks: SharedBlocks | None) -> Ready:
-    num_bytes = sum(chunk.num_bytes for chunk in session.chunks)
-    return Ready(session=session.name, num_chunks=len(session.chunks), num_bytes=num_bytes, blocks=blocks)

@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from kv_transfer.reports import TransferReport
+from kv_transfer.tally import NOTHING, Totals
+
 OPEN: Final = (
     "sessions",
     "sessions_sending",
@@ -36,6 +39,10 @@ class Status:
     counters: Mapping[str, int]
     trouble: str = ""
     """Why nothing new is begun: a thread of ours that hangs or has failed; empty if all is well."""
+    reports: tuple[TransferReport, ...] = ()
+    """The last transfers that have ended (`history.NUM_RECENT` at most), oldest first."""
+    totals: Totals = NOTHING
+    """Sums over all of them since the start."""
 
     @property
     def open(self) -> dict[str, int]:

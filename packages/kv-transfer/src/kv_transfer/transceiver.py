@@ -16,8 +16,8 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Final, TypeVar
 
 import torch
 
@@ -32,14 +32,17 @@ from kv_transfer.direct.base import DirectDoor
 from kv_transfer.faults import Faults, NoFaults
 from kv_transfer.gate import Gate
 from kv_transfer.health import Health
+from kv_transfer.history import History
 from kv_transfer.mover import Mover
 from kv_transfer.orders import BlockTables, LoadTimes, Offer, Progress, Received, ReceiveOrder
 from kv_transfer.plan.cache_state import CacheState
 from kv_transfer.pools import PagedCaches
+from kv_transfer.profiling import ranges_for
 from kv_transfer.protocol.messages import RankCard
 from kv_transfer.pulse import Watcher
 from kv_transfer.reactor import Reactor
 from kv_transfer.regions import Region, device_region, host_region
+from kv_transfer.reports import TransferReport
 from kv_transfer.resident import Resident
 from kv_transfer.room import Identity, Room
 from kv_transfer.staging import Arena
@@ -49,6 +52,12 @@ logger = logging.getLogger(__name__)
 
 POLL_CLOSE_S: Final = 0.5
 """What `close` allows for the last steps, beyond the time in which it waits for peers."""
+
+
+MAX_UNTOLD: Final = 4096
+"""Reports that are kept for an engine that does not poll."""
+
+DrainedT = TypeVar("DrainedT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +94,8 @@ class Transceiver:
         caches.check(state, state.share_of(rank))
         device = caches.planes[0].device if caches.planes else torch.device("cpu")
         send, receive = (Arena(_region(size, device)) for size in (config.send_arena_bytes, config.receive_arena_bytes))
-        faults = faults or NoFaults()
+        faults, ranges = faults or NoFaults(), ranges_for(device)
+        self._reports: deque[TransferReport] = deque(maxlen=MAX_UNTOLD)
         self._reactor = Reactor(f"kvferry-rank-{rank}", config, faults)
         self._mover = Mover(device, self._reactor.post)
         try:
@@ -100,6 +110,8 @@ class Transceiver:
                 agent=agent,
                 copies=self._mover,
                 health=Health(self._reactor.timers, (agent.pulse, self._mover.pulse), config.stall_s),
+                history=History(self._reactor.timers.clock, self._reports.append),
+                ranges=ranges,
                 direct=direct if config.direct else None,
             )
         except BaseException:
@@ -108,7 +120,7 @@ class Transceiver:
             raise
         self._sent: deque[RequestId] = deque()
         self._received: deque[Received] = deque()
-        copier = Copier(caches, state, rank, faults)
+        copier = Copier(caches, state, rank, faults, ranges)
         self._core = Core(room, send, receive, copier, self._sent.append, self._received.append)
         self._resident = Resident(self._core, self._reactor, self._mover, agent, (send, receive))
         # What the engine has handed in and was not told the end of.
@@ -186,7 +198,7 @@ class Transceiver:
         self._forget(sent, received)
         more_sent, more_received = self._ends_of_our_own(ended=ended)
         self._forget(more_sent, more_received)
-        return Progress((*sent, *more_sent), (*received, *more_received))
+        return Progress((*sent, *more_sent), (*received, *more_received), tuple(_drained(self._reports)))
 
     def _is_news(self, received: Received) -> bool:
         """False for an order that was ended here before the reactor got to it."""
@@ -222,7 +234,8 @@ class Transceiver:
         ours = self._watcher.trouble()
         gauges = {**(status.gauges if self._reactor.is_alive else {}), **waited_for}
         gauges["threads_troubled"] = gauges.get("threads_troubled", 0) + bool(ours)
-        return Status(gauges, status.counters, "; ".join(filter(None, (ours, status.trouble))))
+        trouble = "; ".join(filter(None, (ours, status.trouble)))
+        return replace(status, gauges=gauges, trouble=trouble)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Ends everything within `timeout_s`: running orders fail, and can still be polled. Idempotent.
@@ -279,7 +292,7 @@ def _region(num_bytes: int, device: torch.device) -> Region:
     return device_region(num_bytes, device) if device.type == "cuda" else host_region(num_bytes)
 
 
-def _drained(queue: "deque[RequestId] | deque[Received]") -> list:  # type: ignore[type-arg]
+def _drained(queue: "deque[DrainedT]") -> list[DrainedT]:
     taken = []
     while queue:
         taken.append(queue.popleft())

@@ -7,6 +7,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 from kv_engine_adapter import metrics
+from kv_transfer.tally import BOUNDS_S
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,7 +39,7 @@ def own_report(stats: KVConnectorStats | None) -> metrics.Report:
 
 
 class FerryPromMetrics(KVConnectorPromMetrics):
-    """The counters and gauges of `kv_engine_adapter.metrics` as Prometheus series, one child for each engine."""
+    """What `kv_engine_adapter.metrics` names as Prometheus series, one child for each engine and set of labels."""
 
     def __init__(
         self,
@@ -50,7 +51,22 @@ class FerryPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters = {name: self._series(self._counter_cls, metric) for name, metric in metrics.COUNTERS.items()}
         self._gauges = {name: self._series(self._gauge_cls, metric) for name, metric in metrics.GAUGES.items()}
+        for name, metric in metrics.TRANSFERS.items():
+            self._counters.update(self._labelled(self._counter_cls, name, metric))
+        self._histograms = self._labelled(self._histogram_cls, "seconds", metrics.SECONDS, buckets=list(BOUNDS_S))
         self._latest: dict[int, metrics.Gauges] = {}
+
+    def _labelled(self, kind: Any, name: str, metric: metrics.Metric, **more: Any) -> dict[str, dict[int, Any]]:
+        """A child for each engine and each set of label values, all made now: their number is known."""
+        labels = [*self._labelnames, *metric.labels]
+        made = kind(name=metric.name, documentation=metric.help, labelnames=labels, **more)
+        engines = self.per_engine_labelvalues
+        return {
+            metrics.labelled(name, *values): create_metric_per_engine(
+                made, {engine: [*ours, *values] for engine, ours in engines.items()}
+            )
+            for values in metrics.label_values(name)
+        }
 
     def _series(self, kind: Any, metric: metrics.Metric) -> dict[int, Any]:
         made = kind(name=metric.name, documentation=metric.help, labelnames=self._labelnames)
@@ -61,6 +77,9 @@ class FerryPromMetrics(KVConnectorPromMetrics):
         for name, value in transfer_stats_data.get("counters", {}).items():
             if name in self._counters:
                 self._counters[name][engine_idx].inc(value)
+        for name, values in transfer_stats_data.get("samples", {}).items():
+            for value in values if name in self._histograms else ():
+                self._histograms[name][engine_idx].observe(value)
         latest = self._latest.setdefault(engine_idx, {})
         latest.update(transfer_stats_data.get("gauges", {}))
         for name, value in metrics.totals(latest).items():
