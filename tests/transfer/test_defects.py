@@ -22,7 +22,6 @@ from kv_transfer.plan.plan import chunks_of, receive_plans, seen_by_next
 from kv_transfer.plan.targets import target_ranks
 from kv_transfer.protocol.codec import encode
 from kv_transfer.protocol.messages import Ask, Grant
-from kv_transfer.reports import Marks
 from kv_transfer.send_session import SendSession
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,7 +112,7 @@ def test_b11_an_ask_does_not_grow_with_its_prompt():
 
 def test_d11_a_grant_of_another_size_than_its_chunk_is_refused():
     state, ask, grant = make_state(), sample_of(Ask), sample_of(Grant)
-    session = SendSession(ask.session, None, ask, Marks(0.0))
+    session = SendSession(ask.session, None, ask, 0.0)
     session.chunks = chunks_of(receive_plans(state, Rank(0), state, Span(0, 16))[0].pieces, Span(0, 16), state, 1 << 20)
     num_bytes = session.chunks[0].num_bytes
 

@@ -18,7 +18,7 @@ from kv_transfer.offers import HeldOffer, Pair
 from kv_transfer.peer import Peer
 from kv_transfer.plan.cache_state import CacheState, Share
 from kv_transfer.plan.plan import Chunk, Piece, num_bytes_of, widened
-from kv_transfer.protocol.messages import MAX_CHUNKS, Ask, Data, Grant, Ready, RefuseCode, SharedBlocks
+from kv_transfer.protocol.messages import MAX_CHUNKS, Ask, Data, Grant, Ready, RefuseCode, SharedBlocks, clipped
 from kv_transfer.protocol.session import SendEvent, Sending
 from kv_transfer.reports import Direction, Leg, Marks, Path, TransferReport
 from kv_transfer.staging import StagingLease
@@ -74,7 +74,8 @@ class SendSession:
     name: SessionId
     peer: Peer
     ask: Ask
-    marks: Marks
+    asked_at: float
+    marks: Marks = field(init=False)
     state: Sending = Sending.NEW
     chunks: tuple[Chunk, ...] = ()
     moves: Moves = field(default_factory=Moves)
@@ -83,6 +84,14 @@ class SendSession:
     """Every copy out of the offer's blocks goes through it; shut before they are given back."""
     end: End = End(RefuseCode.GONE, "the session has ended")
     deadline: Timer | None = None
+
+    def __post_init__(self) -> None:
+        self.marks = Marks(self.asked_at)
+
+    def is_cancelled(self, reason: str) -> None:
+        """Its receiver wants no more, unless it is ending already."""
+        if self.state in (Sending.PARKED, Sending.SERVING):
+            self.end = End(RefuseCode.GONE, clipped(f"cancelled by its receiver: {reason}"))
 
     @property
     def pair(self) -> Pair:

@@ -37,7 +37,6 @@ from kv_transfer.protocol.messages import (
     clipped,
 )
 from kv_transfer.protocol.session import SENDER, IllegalEvent, SendAction, SendEvent, Sending, sender_joint, step
-from kv_transfer.reports import Marks
 from kv_transfer.room import Room
 from kv_transfer.send_session import End, Passage, SendSession, misfit, ready_of, shared_blocks
 from kv_transfer.staging import Arena
@@ -118,8 +117,7 @@ class Sender:
             self._peers.answer(peer, Refuse(session=ask.session, code=end.code, detail=end.detail))
             self._peers.answer(peer, Quiet(session=ask.session, clean=end.is_clean))
         elif session is None:
-            marks = Marks(self._room.timers.clock())
-            self._sessions[ask.session] = session = SendSession(ask.session, peer, ask, marks)
+            self._sessions[ask.session] = session = SendSession(ask.session, peer, ask, self._room.timers.clock())
             self._consider(session)
         elif msgspec.structs.replace(ask, ttl_ms=session.ask.ttl_ms) == session.ask:
             self._on(session, SendEvent.ASK)
@@ -143,9 +141,8 @@ class Sender:
 
     def cancelled(self, peer: Peer, cancel: Cancel) -> None:
         """A peer wants no more."""
-        session = self._session_of(peer, cancel.session)
-        if session is not None and session.state in (Sending.PARKED, Sending.SERVING):
-            session.end = End(RefuseCode.GONE, clipped(f"cancelled by its receiver: {cancel.reason}"))
+        if (session := self._session_of(peer, cancel.session)) is not None:
+            session.is_cancelled(cancel.reason)
         self._ended_by_peer(peer, cancel.session, SendEvent.CANCEL)
 
     # -- news of peers (peer.Listener) ------------------------------------------------------------------------------
