@@ -20,12 +20,15 @@ from kv_testing.nixl_peer import ucx_tls
 from kv_testing.worlds import FAST, NUM_TOKENS, Side, Switches, make_side, state_of
 from kv_transfer.agent.loopback import LoopbackHub
 from kv_transfer.agent.nixl import NixlConfig, nixl_agent
+from kv_transfer.agent.pump import PumpLimits
 from kv_transfer.config import TransferConfig
 from kv_transfer.direct.cuda_ipc import cuda_door
 from kv_transfer.faults import Faults
 from kv_transfer.plan.cache_state import CacheState
 
 STEP_S = 0.02
+BUSY_MACHINE = PumpLimits(patience_s=60.0)
+"""For agents of many processes on few cores: a first contact took 5 s there."""
 
 
 def make_nixl_side(
@@ -39,11 +42,12 @@ def make_nixl_side(
     door_faults: Faults | None = None,
     num_tokens: int = NUM_TOKENS,
     ports: Sequence[int] = (),
+    limits: PumpLimits | None = None,
 ) -> Side:
     """A running instance whose agents are NIXL's; on a GPU it can also be read directly."""
     with ucx_tls(tls):
         on = None if device is None else torch.device(device)
-        agents = [nixl_agent(NixlConfig(device=on)) for _ in state.parallel.ranks]
+        agents = [nixl_agent(NixlConfig(device=on, limits=limits or PumpLimits())) for _ in state.parallel.ranks]
     return make_side(
         LoopbackHub(),
         name,

@@ -6,18 +6,18 @@ Law: a request's blocks are judged when its outcome is known, and hold filler ag
      is seen. A request is over when every rank has said so.
 """
 
+import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from kv_core.ids import Incarnation, RequestId, TransferId
 from kv_core.spans import Span
 from kv_testing.child import serve
-from kv_testing.engine_process import make_nixl_side
+from kv_testing.engine_process import BUSY_MACHINE, make_nixl_side
 from kv_testing.fleet.slots import NUM_SLOTS, Slots, salt_of
 from kv_testing.fleet.traps import Trap, Traps, Weather
 from kv_testing.worlds import NUM_TOKENS, PROMPT, fresh_id
@@ -40,9 +40,9 @@ class EngineSpec:
     state: CacheState
     config: TransferConfig
     tls: str | None
-    seed: int = 0
-    ports: tuple[int, ...] = ()
-    """Of the door and of each rank; any free ones if empty."""
+    seed: int
+    ports: tuple[int, ...]
+    """Of the door and of each rank."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,6 @@ class Whereabouts:
 
     address: tuple[str, int]
     incarnation: Incarnation
-    ports: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -105,6 +104,7 @@ class Engine:
             door_faults=self.traps,
             num_tokens=NUM_SLOTS * NUM_TOKENS,
             ports=spec.ports,
+            limits=BUSY_MACHINE,
         )
         for reactor in (self.side.door._reactor, *(rank._reactor for rank in self.side.ranks)):
             self.traps.corrupts(reactor.wire)
@@ -117,8 +117,7 @@ class Engine:
 
     @property
     def whereabouts(self) -> Whereabouts:
-        address = self.side.door.address
-        return Whereabouts(address, self.side.incarnation, (address[1], *(rank.card.port for rank in self.side.ranks)))
+        return Whereabouts(self.side.door.address, self.side.incarnation)
 
     def obey(self, order: str, *arguments: Any) -> Any:
         """Does what the test wants."""
@@ -128,9 +127,12 @@ class Engine:
 
     def step(self) -> None:
         """One engine step."""
-        if self.traps.is_abort_due:
-            self.traps.is_abort_due = False
+        due, self.traps.due = self.traps.due, None
+        if due == "abort":
             self._abort_all()
+        elif due == "close":
+            self.side.close()
+            raise SystemExit
         self.side.step()
         for number, request_id in self.side.sent:
             self._sent(number, request_id)
@@ -285,7 +287,7 @@ class Engine:
                 thread.start()
                 self._leaked.append(thread)
             case "handle":
-                self._leaked.append(Path("/dev/null").open())  # noqa: SIM115
+                self._leaked += [socket.socket() for _ in range(3)]
             case "slot":
                 self._slots.take("nobody")
             case "byte":

@@ -9,10 +9,13 @@ Law, checked by `check_ended` and `check_at_rest` whatever was done:
      the next request works.
 """
 
+import contextlib
 import itertools
+import socket
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from random import SystemRandom
 from typing import Any, Self
 
 from kv_core.ids import TransferId
@@ -31,6 +34,9 @@ IDLE_S = 0.5
 """How long engines remember each other without a need; while they do, they hold connections."""
 REST_S = 100.0
 """Far more than anything needs to end once everybody runs."""
+FIXED_PORTS = (12_000, 32_000)
+SPARE_HANDLES = 2
+"""A fresh process that met peers while they went holds a socket more or less than its predecessor; it stays so."""
 WAIT_S = 100.0
 """For what takes a moment, except on a machine that is busy with others."""
 
@@ -103,7 +109,8 @@ class Fleet:
 
     def _start(self) -> None:
         for number, (name, state) in enumerate((PREFILLS | DECODES).items()):
-            spec = EngineSpec(name, state, config_of(name), self.tls, seed=number)
+            ports = fixed_ports(1 + state.parallel.num_ranks)
+            spec = EngineSpec(name, state, config_of(name), self.tls, number, ports)
             self.seats[name] = Seat(spec, Child(run_engine, spec))
 
     def __exit__(self, *_: object) -> None:
@@ -135,9 +142,8 @@ class Fleet:
     def restart(self, name: str) -> None:
         """Kill -9, and another run at the same ports; its requests are nobody's any more."""
         seat = self.seats[name]
-        ports = self.where(name).ports
         seat.child.__exit__()
-        seat.spec = replace(seat.spec, ports=ports, seed=seat.spec.seed + 100)
+        seat.spec = replace(seat.spec, seed=seat.spec.seed + 100)
         seat.child, seat.where = Child(run_engine, seat.spec), None
         self.requests = {key: each for key, each in self.requests.items() if each.decode != name}
 
@@ -147,7 +153,7 @@ class Fleet:
 
         def has_sprung() -> bool:
             match trap.action:
-                case "kill":
+                case "kill" | "close":
                     return not child.is_alive
                 case "stop":
                     return child.is_stopped
@@ -254,8 +260,19 @@ class Fleet:
         if seat.at_rest is None:
             return None
         now, then = seat.child.held, seat.at_rest
-        is_more = now.num_threads > then.num_threads or now.num_handles > then.num_handles
+        is_more = now.num_threads > then.num_threads or now.num_handles > then.num_handles + SPARE_HANDLES
         return (then, now) if is_more else None
+
+
+def fixed_ports(count: int) -> tuple[int, ...]:
+    """Free ports that stay ours between two runs of an engine: the system gives callers only higher ones."""
+    found: list[int] = []
+    while len(found) < count:
+        port = SystemRandom().randrange(*FIXED_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found.append(port)
+    return tuple(found)
 
 
 def config_of(name: str) -> TransferConfig:

@@ -13,7 +13,7 @@ import torch
 from kv_core.ids import Incarnation, TransferId
 from kv_core.spans import Span
 from kv_testing.child import serve
-from kv_testing.engine_process import Address, Remote, make_nixl_side
+from kv_testing.engine_process import BUSY_MACHINE, Address, Remote, make_nixl_side
 from kv_testing.layouts import Pair, random_pair
 from kv_testing.tagged import wanted
 from kv_testing.worlds import FAST, Side
@@ -49,7 +49,9 @@ class PairSide:
         chunk_bytes = max(64, self._pair.max_bytes) if self._pair.max_bytes <= 1 << 14 else None
         config = replace(FAST, chunk_bytes=chunk_bytes)
         state = self._pair.sender if self._role == "sender" else self._pair.receiver
-        self._side = make_nixl_side(self._role, state, config, self._tls, NoFaults(), num_tokens=self._pair.tokens.stop)
+        self._side = make_nixl_side(
+            self._role, state, config, self._tls, NoFaults(), num_tokens=self._pair.tokens.stop, limits=BUSY_MACHINE
+        )
         return self._side.door.address, self._side.incarnation
 
     def offer(self) -> TransferId:

@@ -25,13 +25,15 @@ from kv_transfer.protocol import codec
 from kv_transfer.protocol.messages import Message
 from kv_transfer.wire import ZmqWire
 
-Action = Literal["kill", "stop", "drop", "double", "late", "corrupt", "spoil", "abort"]
-"""`spoil` flips a bit of received bytes after they were verified; `abort` is what the engine then does."""
+Action = Literal["kill", "stop", "drop", "double", "late", "corrupt", "spoil", "abort", "close"]
+"""`spoil` flips a bit of received bytes after they were verified; to `abort` all it has under way, or to `close` and
+exit, is what the engine does at its next step."""
 
 WRITE, SCATTER = "write", "scatter"
 """Steps that are no message: a chunk is gathered and about to be written; it has come, and is about to be scattered."""
 
 LATE_S = 0.5
+"""Longest delay by the weather."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Trap:
     action: Action
     nth: int = 1
     after_s: float = 0.0
-    """For kill and stop: how long after the step, which is then taken."""
+    """For kill and stop: how long after the step, which is then taken. For late: how long the message is kept back."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ class Traps:
     trap: Trap | None = None
     weather: Weather = field(default_factory=Weather)
     holds_writes: bool = False
-    is_abort_due: bool = False
+    due: Action | None = None
+    """What the engine is to do at its next step."""
     counts: Counter[str] = field(default_factory=Counter)
     """What has happened, by action; and "held"."""
 
@@ -82,7 +85,8 @@ class Traps:
             self.counts["sprung"] = 0
 
     def after_verify(self, session: SessionId, chunk: Chunk, received: torch.Tensor) -> None:
-        if self._spring(SCATTER) == "spoil":
+        trap = self._spring(SCATTER)
+        if trap is not None and trap.action == "spoil":
             received[0] ^= 1
 
     def before_write(self, session: SessionId, seq: int) -> bool:
@@ -91,7 +95,8 @@ class Traps:
         return self.holds_writes
 
     def outgoing(self, message: Message) -> Sequence[float]:
-        action = self._spring(type(message).__name__) or self._weather_for_one()
+        trap = self._spring(type(message).__name__)
+        action, late_s = (trap.action, trap.after_s) if trap else self._drawn()
         if action is not None:
             self.counts[action] += 1
         match action:
@@ -100,7 +105,7 @@ class Traps:
             case "double":
                 return (0.0, 0.0)
             case "late":
-                return (LATE_S * self._dice.random(),)
+                return (late_s,)
             case "corrupt":
                 self._next_packet.is_corrupt = True
         return (0.0,)
@@ -117,8 +122,8 @@ class Traps:
 
         wire._attempt = tamper  # type: ignore[method-assign]
 
-    def _spring(self, step: str) -> Action | None:
-        """The action of the trap if this step springs it; of kill and stop nothing is seen here."""
+    def _spring(self, step: str) -> Trap | None:
+        """The trap, if this step springs it; signals are sent, what the engine is to do is noted."""
         with self._lock:
             trap = self.trap
             if trap is None or trap.step != step:
@@ -133,13 +138,12 @@ class Traps:
                 _signal(signal.SIGKILL, trap.after_s)
             case "stop":
                 _signal(signal.SIGSTOP, trap.after_s)
-            case "abort":
-                self.is_abort_due = True
-            case _:
-                return trap.action
-        return None
+            case "abort" | "close":
+                self.due = trap.action
+        return trap
 
-    def _weather_for_one(self) -> Action | None:
+    def _drawn(self) -> tuple[Action | None, float]:
+        """What the weather does to one message, and how late it is then."""
         weather = self.weather
         chances: tuple[tuple[Action, float], ...] = (
             ("drop", weather.drop),
@@ -148,7 +152,8 @@ class Traps:
             ("corrupt", weather.corrupt),
         )
         with self._lock:
-            return next((action for action, chance in chances if chance and self._dice.random() < chance), None)
+            action = next((action for action, chance in chances if chance and self._dice.random() < chance), None)
+            return action, LATE_S * self._dice.random()
 
     def _garbage_of(self, packet: bytes) -> bytes:
         message = codec.decode(packet)

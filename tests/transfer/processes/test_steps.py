@@ -1,4 +1,4 @@
-"""Kill, stop, abort at every step, and every message lost, late, doubled or garbled: real processes over NIXL.
+"""Kill, stop, abort, close at every step, and every message lost, late, doubled or garbled: real processes over NIXL.
 
 The usual run plays a few of the cases over each transport, the long one all of them.
 """
@@ -8,34 +8,44 @@ from random import Random
 
 import pytest
 
-from kv_testing.fleet.cases import all_cases, play
+from kv_testing.fleet.cases import Until, all_cases, play
 from kv_testing.fleet.traps import Action
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(300)]
 
 CASES = all_cases()
-USUAL: dict[str | None, tuple[tuple[Action, str, bool], ...]] = {
-    None: (("kill", "p", False), ("stop", "d", False), ("drop", "p", False)),
-    "tcp": (("kill", "d", False), ("stop", "p", True), ("corrupt", "d", False)),
+ACTIONS: tuple[Action, ...] = ("kill", "stop", "close", "abort", "drop", "double", "late", "corrupt")
+USUAL: dict[str | None, tuple[tuple[Action, str, Until], ...]] = {
+    None: (
+        ("kill", "p", "a moment later"),
+        ("stop", "d", "a moment later"),
+        ("drop", "p", "a moment later"),
+    ),
+    "tcp": (
+        ("kill", "d", "a moment later"),
+        ("stop", "p", "the deadline has passed"),
+        ("corrupt", "d", "a moment later"),
+    ),
 }
-"""What happens to whom, for long or not, by transport; the steps are drawn, always the same."""
+"""What happens to whom, and until when, by transport; the steps are drawn, always the same."""
 
 
 @pytest.mark.parametrize("number", range(3))
 def test_a_fault_at_a_step(fleet, number):
-    action, role, is_long = USUAL[fleet.tls][number]
+    action, role, until = USUAL[fleet.tls][number]
     fitting = [
-        case for case in CASES if (case.trap.action, case.is_long) == (action, is_long) and case.victim.startswith(role)
+        case for case in CASES if (case.trap.action, case.until) == (action, until) and case.victim.startswith(role)
     ]
     play(fleet, Random(number).choice(fitting))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_every_fault_at_every_step(fleet, record_property):
-    cases = Random(int(os.environ.get("KVFERRY_SEED", "0"))).sample(CASES, len(CASES))
+@pytest.mark.parametrize("action", ACTIONS)
+def test_every_fault_at_every_step(fleet, action, record_property):
+    cases = [case for case in CASES if case.trap.action == action]
     record_property("cases", len(cases))
-    for case in cases:
+    for case in Random(int(os.environ.get("KVFERRY_SEED", "0"))).sample(cases, len(cases)):
         try:
             play(fleet, case)
         except Exception as error:
@@ -43,6 +53,6 @@ def test_every_fault_at_every_step(fleet, record_property):
 
 
 def test_the_cases_reach_what_they_promise():
-    assert {case.trap.action for case in CASES} == {"kill", "stop", "abort", "drop", "double", "late", "corrupt"}
+    assert {case.trap.action for case in CASES} == set(ACTIONS)
     assert {case.victim for case in CASES} == {"p0", "p1", "d0", "d1", "d2"}
     assert len(CASES) == len(set(CASES))
