@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kv_core.ids import Incarnation, RequestId, TransferId
+from kv_core.ids import RequestId, TransferId
 from kv_core.keys import BlockKey, Scope, prompt_key
-from kv_transfer.orders import Settled
+from kv_transfer.orders import Errand, Settled
 
 
 @dataclass
@@ -28,27 +28,11 @@ class FakeDoor:
         settled, self.settled = self.settled, []
         return settled
 
-    def hold(
-        self,
-        host: str,
-        port: int,
-        transfer_id: TransferId,
-        prompt_key: bytes | None,
-        consumer: str,
-        incarnation: Incarnation | None = None,
-    ) -> None:
-        self.holds.append((host, port, transfer_id, prompt_key, consumer))
+    def hold(self, errand: Errand) -> None:
+        self.holds.append(errand[:5])
 
-    def release(
-        self,
-        host: str,
-        port: int,
-        transfer_id: TransferId,
-        prompt_key: bytes | None,
-        consumer: str,
-        incarnation: Incarnation | None = None,
-    ) -> None:
-        self.releases.append((host, port, transfer_id, prompt_key, consumer))
+    def release(self, errand: Errand) -> None:
+        self.releases.append(errand[:5])
 
     def close(self, timeout_s: float = 5.0) -> None:
         self.closed += 1

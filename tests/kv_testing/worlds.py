@@ -29,7 +29,7 @@ from kv_transfer.core import Core
 from kv_transfer.direct.base import DirectDoor
 from kv_transfer.faults import Faults
 from kv_transfer.instance import InstanceDoor
-from kv_transfer.orders import Offer, Received, ReceiveOrder
+from kv_transfer.orders import Errand, Offer, Received, ReceiveOrder
 from kv_transfer.plan.cache_state import BlockLayout, CacheState, ParallelLayout
 from kv_transfer.plan.plan import Chunk
 from kv_transfer.pools import PagedCaches
@@ -204,13 +204,14 @@ class Side:
 
     def release(self, peer: Callee, transfer_id: str, request_id: str = "d0", prompt_key: bytes = PROMPT) -> None:
         """Say that this consumer is done."""
-        self.door.release(
+        errand = Errand(
             *peer.door.address,
             TransferId(transfer_id),
             prompt_key,
             f"{self.incarnation}/{request_id}",
             peer.incarnation,
         )
+        self.door.release(errand)
 
     def outcomes(
         self, request_id: str = "d0", timeout_s: float = 60.0, *, others: Sequence["Side"] = ()

@@ -23,7 +23,7 @@ from kv_testing.fleet.traps import Trap, Traps, Weather
 from kv_testing.worlds import NUM_TOKENS, PROMPT, fresh_id
 from kv_transfer.config import TransferConfig
 from kv_transfer.core import Core
-from kv_transfer.orders import Offer, Received, ReceiveOrder
+from kv_transfer.orders import Errand, Offer, Received, ReceiveOrder
 from kv_transfer.plan.cache_state import CacheState
 from kv_transfer.staging import StagingLease
 
@@ -161,7 +161,7 @@ class Engine:
             return False
         self._loads[request_id] = _Load(tokens, salt_of(transfer_id), where, transfer_id, time.monotonic())
         host, port = where.address
-        self.side.door.hold(host, port, transfer_id, PROMPT, self._consumer(request_id), where.incarnation)
+        self.side.door.hold(Errand(host, port, transfer_id, PROMPT, self._consumer(request_id), where.incarnation))
         for number, rank in enumerate(self.side.ranks):
             rank.receive(
                 ReceiveOrder(
@@ -199,7 +199,9 @@ class Engine:
         self._ended.append(Ended(request_id, ok, reasons, time.monotonic() - load.ordered_at, wrong))
         self._slots.give_back(request_id)
         where = load.where
-        self.side.door.release(*where.address, load.transfer_id, PROMPT, self._consumer(request_id), where.incarnation)
+        self.side.door.release(
+            Errand(*where.address, load.transfer_id, PROMPT, self._consumer(request_id), where.incarnation)
+        )
 
     def _abort_all(self) -> None:
         """What is loaded is given up, what is offered is withdrawn."""

@@ -12,6 +12,7 @@ from kv_testing.worlds import FAST, PROMPT, fresh_id, make_side, sides, state_of
 from kv_transfer import directory
 from kv_transfer.agent.loopback import LoopbackHub
 from kv_transfer.config import ConfigError, TransferConfig
+from kv_transfer.orders import Errand
 from kv_transfer.reactor import Reactor
 from kv_transfer.wire import UnusableAddress
 
@@ -68,7 +69,7 @@ def test_a_door_is_forgotten_with_its_last_release():
         sides(make_side(LoopbackHub(), "d", state_of(), replace(FAST, release_deadline_s=0.5))) as (d,),
     ):
         for _ in range(3):
-            d.door.release("127.0.0.1", mute.getsockname()[1], fresh_id(), PROMPT, "d/0")
+            d.door.release(Errand("127.0.0.1", mute.getsockname()[1], fresh_id(), PROMPT, "d/0"))
         wait_for(lambda: d.door.status().counters.get("releases_given_up") == 3, what="the releases' end")
         wait_for(lambda: not d.door._reactor.wire.num_links, what="hanging up")
         assert not d.door._porter.releaser._doors

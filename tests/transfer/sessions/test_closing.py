@@ -14,6 +14,7 @@ from kv_testing.tagged import make_world
 from kv_testing.waiting import wait_for
 from kv_testing.worlds import FAST, SOON_S, Switches, fresh_id, hang_until, make_side, pair, sides, state_of
 from kv_transfer.agent.loopback import LoopbackHub
+from kv_transfer.orders import Errand
 from kv_transfer.transceiver import Transceiver
 from kv_transfer.wire import CannotListen
 
@@ -63,7 +64,7 @@ def test_closing_twice_and_working_on_afterwards():
         p.settle("0" * 32)
         p.step()
         assert p.sent == [(0, "p0")]
-        d.door.release("127.0.0.1", 7777, fresh_id(), b"k", "c")
+        d.door.release(Errand("127.0.0.1", 7777, fresh_id(), b"k", "c"))
         assert _ferry_threads() == []
 
 

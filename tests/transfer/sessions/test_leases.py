@@ -16,7 +16,7 @@ from kv_transfer.agent.loopback import LoopbackHub
 from kv_transfer.instance import InstanceDoor
 from kv_transfer.leases import LeaseBook
 from kv_transfer.offers import OfferBook
-from kv_transfer.orders import BlockTables, Offer, Settled
+from kv_transfer.orders import BlockTables, Errand, Offer, Settled
 
 PAIR = (TransferId("a" * 32), b"k")
 
@@ -152,6 +152,11 @@ def test_the_offer_with_enough_tokens_is_found():
     assert [held and held.offer.request_id for held in found] == ["r0", "r1", "r1"]
 
 
+def _errand(door, *words):
+    host, port = door.address
+    return Errand(host, port, *words)
+
+
 def _door(name, config=FAST, faults=None):
     return InstanceDoor(config, InstanceId(name), Incarnation(f"{name}-1"), faults)
 
@@ -181,8 +186,8 @@ def test_a_release_settles_the_oldest_offer_once_a_consumer(doors):
     for number in range(3):
         p.open_offer(transfer, f"r{number}", PROMPT)
     for _ in range(2):
-        d.release(*p.address, transfer, PROMPT, "d-1/a", "p-1")
-    d.release(*p.address, transfer, PROMPT, "d-1/b", "p-1")
+        d.release(_errand(p, transfer, PROMPT, "d-1/a", "p-1"))
+    d.release(_errand(p, transfer, PROMPT, "d-1/b", "p-1"))
     assert [each.request_id for each in _settled(p, 2)] == ["r0", "r1"]
     wait_for(lambda: d.status().counters.get("releases_answered", 0) >= 2, what="answers")
     time.sleep(0.1)
@@ -194,9 +199,9 @@ def test_a_release_for_another_run_or_transfer_settles_nothing(doors):
     p, d = doors
     transfer = fresh_id()
     p.open_offer(transfer, "r0", PROMPT)
-    d.release(*p.address, transfer, PROMPT, "c", "p-0")
-    d.release(*p.address, fresh_id(), PROMPT, "c", "p-1")
-    d.release(*p.address, transfer, b"other prompt", "c", "p-1")
+    d.release(_errand(p, transfer, PROMPT, "c", "p-0"))
+    d.release(_errand(p, fresh_id(), PROMPT, "c", "p-1"))
+    d.release(_errand(p, transfer, b"other prompt", "c", "p-1"))
     wait_for(lambda: p.status().counters.get("unknown_releases", 0) == 3, what="three unknown releases")
     wait_for(lambda: d.status().is_idle, what="answers")
     assert p.status().gauges["offers"] == 1
@@ -209,7 +214,7 @@ def test_a_lost_release_is_said_again():
         transfer = fresh_id()
         p.open_offer(transfer, "r0", PROMPT)
         p.open_offer(transfer, "r1", PROMPT)
-        d.release(*p.address, transfer, PROMPT, "c")
+        d.release(_errand(p, transfer, PROMPT, "c"))
         wait_for(lambda: faults.num_said["ReleaseReply"] >= 3, what="repetitions")
         assert d.status().gauges["releases"] == 1
         faults.dropped = set()
@@ -223,7 +228,7 @@ def test_a_lost_release_is_said_again():
 def test_a_release_is_given_up_when_nobody_listens(doors):
     p, d = doors
     p.close()
-    d.release(*p.address, fresh_id(), PROMPT, "c")
+    d.release(_errand(p, fresh_id(), PROMPT, "c"))
     wait_for(lambda: d.status().counters.get("releases_given_up") == 1, what="giving up")
     assert d.status().is_idle
 
@@ -232,9 +237,9 @@ def test_a_release_is_given_up_at_its_deadline():
     faults = Switches(dropped={"ReleaseReply"})
     p, d = _door("p", faults=faults), _door("d", replace(FAST, release_deadline_s=0.5))
     try:
-        d.release(*p.address, fresh_id(), PROMPT, "c")
+        d.release(_errand(p, fresh_id(), PROMPT, "c"))
         wait_for(lambda: d.status().counters.get("releases_given_up") == 1, timeout_s=3, what="giving up")
-        d.release("no such host", 7777, fresh_id(), PROMPT, "c")
+        d.release(Errand("no such host", 7777, fresh_id(), PROMPT, "c"))
         wait_for(lambda: d.status().counters.get("releases_given_up") == 2, timeout_s=3, what="giving up")
         assert d.status().is_idle
     finally:
@@ -244,7 +249,7 @@ def test_a_release_is_given_up_at_its_deadline():
 
 def test_a_release_that_no_peer_would_take_is_given_up_at_once(doors):
     p, d = doors
-    d.release(*p.address, fresh_id(), PROMPT, "d/" + "r" * 200)
+    d.release(_errand(p, fresh_id(), PROMPT, "d/" + "r" * 200))
     wait_for(lambda: d.status().counters.get("releases_given_up") == 1, what="giving up")
     assert d.status().is_idle
     assert not d.status().counters.get("internal_errors")
@@ -257,7 +262,7 @@ def test_a_lease_ends_by_itself_and_a_late_release_changes_nothing(doors):
     p.open_offer(transfer, "r0", PROMPT, lease_s=0.3)
     assert _settled(p) == [Settled(transfer, RequestId("r0"), "expired")]
     assert 0.25 < time.monotonic() - start < SOON_S
-    d.release(*p.address, transfer, PROMPT, "c")
+    d.release(_errand(p, transfer, PROMPT, "c"))
     wait_for(lambda: d.status().counters.get("releases_answered") == 1, what="the answer")
     assert p.poll_settled() == []
 
@@ -292,12 +297,12 @@ def test_a_held_offer_outlives_its_lease_and_ends_with_its_release():
         held, other = fresh_id(), fresh_id()
         p.open_offer(held, "held", PROMPT)
         p.open_offer(other, "other", PROMPT)
-        d.hold(*p.address, held, PROMPT, "c", "p-1")
+        d.hold(_errand(p, held, PROMPT, "c", "p-1"))
         assert _settled(p) == [Settled(other, RequestId("other"), "expired")]
         time.sleep(1.0)
         assert p.poll_settled() == []
         assert d.status().gauges["holds"] == 1
-        d.release(*p.address, held, PROMPT, "c", "p-1")
+        d.release(_errand(p, held, PROMPT, "c", "p-1"))
         assert _settled(p) == [Settled(held, RequestId("held"), "released")]
         wait_for(lambda: d.status().is_idle, what="the answer")
     finally:
@@ -310,7 +315,7 @@ def test_a_consumer_that_dies_holds_nothing_longer_than_a_lease():
     try:
         transfer = fresh_id()
         p.open_offer(transfer, "r0", PROMPT)
-        d.hold(*p.address, transfer, PROMPT, "c", "p-1")
+        d.hold(_errand(p, transfer, PROMPT, "c", "p-1"))
         wait_for(lambda: p.status().counters.get("leases_renewed", 0) > 2, what="renewals")
         d.close()
         assert _settled(p) == [Settled(transfer, RequestId("r0"), "expired")]
@@ -324,11 +329,11 @@ def test_a_hold_for_another_run_or_with_a_limit_behind_it_holds_nothing():
     try:
         start, transfer = time.monotonic(), fresh_id()
         p.open_offer(transfer, "r0", PROMPT)
-        d.hold(*p.address, transfer, PROMPT, "c", "p-0")
+        d.hold(_errand(p, transfer, PROMPT, "c", "p-0"))
         assert _settled(p) == [Settled(transfer, RequestId("r0"), "expired")]
         transfer = fresh_id()
         p.open_offer(transfer, "r1", PROMPT)
-        d.hold(*p.address, transfer, PROMPT, "c", "p-1")
+        d.hold(_errand(p, transfer, PROMPT, "c", "p-1"))
         assert _settled(p) == [Settled(transfer, RequestId("r1"), "expired")]
         assert 0.8 < time.monotonic() - start < SOON_S
     finally:
@@ -340,8 +345,8 @@ def test_a_hold_at_a_door_that_nobody_keeps_ends_with_its_release(doors):
     p, d = doors
     p.close()
     transfer = fresh_id()
-    d.hold(*p.address, transfer, PROMPT, "c")
-    d.hold("no such host", 7777, transfer, PROMPT, "c")
-    d.release(*p.address, transfer, PROMPT, "c")
+    d.hold(_errand(p, transfer, PROMPT, "c"))
+    d.hold(Errand("no such host", 7777, transfer, PROMPT, "c"))
+    d.release(_errand(p, transfer, PROMPT, "c"))
     wait_for(lambda: d.status().counters.get("releases_given_up") == 1, what="giving up")
     assert d.status().is_idle

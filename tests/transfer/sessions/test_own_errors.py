@@ -9,6 +9,7 @@ from kv_core.ids import TransferId
 from kv_testing.waiting import wait_for
 from kv_testing.worlds import FAST, PROMPT, Switches, fresh_id, make_side, pair, sides, state_of
 from kv_transfer.agent.loopback import LoopbackHub
+from kv_transfer.orders import Errand
 
 
 class Once:
@@ -67,7 +68,7 @@ def test_releases_go_on_being_said(mute_port):
     with sides(make_side(LoopbackHub(), "d", state_of(), replace(FAST, release_deadline_s=1.0))) as (d,):
         releaser = d.door._porter.releaser
         planted = _plant(releaser, "_give_up")
-        d.door.release("127.0.0.1", mute_port, TransferId(fresh_id()), PROMPT, "d/0")
+        d.door.release(Errand("127.0.0.1", mute_port, TransferId(fresh_id()), PROMPT, "d/0"))
         wait_for(lambda: d.door.status().counters.get("releases_given_up"), what="the end of the release")
         assert planted.num_calls > 1
 
@@ -76,11 +77,11 @@ def test_nothing_is_held_that_is_being_released(mute_port):
     """Its release is said already, so that no other would end the hold."""
     with sides(make_side(LoopbackHub(), "d", state_of(), replace(FAST, release_deadline_s=30.0))) as (d,):
         errand = "127.0.0.1", mute_port, TransferId(fresh_id()), PROMPT, "d/0"
-        d.door.hold(*errand)
+        d.door.hold(Errand(*errand))
         wait_for(lambda: d.door.status().gauges["holds"] == 1, what="the hold")
-        d.door.release(*errand)
-        d.door.hold(*errand)
-        d.door.hold(*errand[:4], "d/1")
+        d.door.release(Errand(*errand))
+        d.door.hold(Errand(*errand))
+        d.door.hold(Errand(*errand[:4], "d/1"))
         wait_for(lambda: d.door._porter.releaser.num_holds and d.door.status().gauges["releases"], what="both")
         (errands,) = d.door._porter.releaser._doors.values()
         wait_for(lambda: any(key[2] == "d/1" for key in errands.held), what="the last call")

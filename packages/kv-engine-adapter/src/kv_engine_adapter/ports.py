@@ -6,8 +6,9 @@ Law: protocols only; `kv_transfer.instance.InstanceDoor` and `vllm.translate.Req
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from kv_core.ids import Incarnation, RequestId, TransferId
+from kv_core.ids import RequestId, TransferId
 from kv_core.keys import BlockKey
+from kv_transfer.orders import Errand
 
 
 class Door(Protocol):
@@ -22,25 +23,9 @@ class Door(Protocol):
 
     def poll_settled(self) -> Sequence["SettledLike"]: ...
 
-    def hold(
-        self,
-        host: str,
-        port: int,
-        transfer_id: TransferId,
-        prompt_key: bytes | None,
-        consumer: str,
-        incarnation: Incarnation | None = None,
-    ) -> None: ...
+    def hold(self, errand: Errand) -> None: ...
 
-    def release(
-        self,
-        host: str,
-        port: int,
-        transfer_id: TransferId,
-        prompt_key: bytes | None,
-        consumer: str,
-        incarnation: Incarnation | None = None,
-    ) -> None: ...
+    def release(self, errand: Errand) -> None: ...
 
     def close(self, timeout_s: float = 5.0) -> None: ...
 

@@ -33,6 +33,7 @@ from kv_engine_adapter.known_peers import KnownPeers
 from kv_engine_adapter.metrics import Gauges, Report
 from kv_engine_adapter.orders import LoadBlocks, OpenOffer, SettleOffer, StepOrders
 from kv_engine_adapter.ports import Door, RequestView
+from kv_transfer.orders import Errand
 
 logger = logging.getLogger(__name__)
 
@@ -204,10 +205,7 @@ class FerryScheduler:
 
     def _hold(self, request_id: RequestId, load: _Load) -> None:
         if (offer := load.offer) is not None:
-            consumer = self._consumer(request_id)
-            self._door.hold(
-                offer.host, offer.port, offer.transfer_id, load.prompt_key, consumer, incarnation=offer.incarnation
-            )
+            self._door.hold(self._errand(request_id, offer, load.prompt_key))
 
     def _twin_is_loading(self, request_id: RequestId, load: _Load) -> bool:
         """Another request is fetching this very prompt; once it is done its full blocks are a local hit."""
@@ -221,14 +219,12 @@ class FerryScheduler:
         load.stage = Stage.OVER
         offer = load.offer
         assert offer is not None, "a refused hand-over has no offer"
-        consumer = self._consumer(request_id)
-        self._door.release(
-            offer.host, offer.port, offer.transfer_id, load.prompt_key, consumer, incarnation=offer.incarnation
-        )
+        self._door.release(self._errand(request_id, offer, load.prompt_key))
 
-    def _consumer(self, request_id: RequestId) -> str:
-        """Our request's name at the doors of peers. Why a digest: clients choose the length of request ids."""
-        return sha256(f"{self._identity.incarnation}/{request_id}".encode()).hexdigest()
+    def _errand(self, request_id: RequestId, offer: RemoteOffer, prompt_key: BlockKey | None) -> Errand:
+        """What is said of an offer, in the name of our request. Why a digest: clients choose the length of its id."""
+        consumer = sha256(f"{self._identity.incarnation}/{request_id}".encode()).hexdigest()
+        return Errand(offer.host, offer.port, offer.transfer_id, prompt_key, consumer, offer.incarnation)
 
     # -- prefill side --------------------------------------------------------------------------------------------
 

@@ -9,14 +9,14 @@ Law: torch-free; no call but the constructor and `close` blocks. Every offer is 
 import logging
 from collections import deque
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypedDict
 
 from kv_core.errors import CallerError
 from kv_core.ids import Incarnation, InstanceId, RequestId, TransferId
 from kv_transfer.config import TransferConfig
 from kv_transfer.faults import Faults
 from kv_transfer.leases import LeaseBook
-from kv_transfer.orders import Settled
+from kv_transfer.orders import Errand, Settled
 from kv_transfer.protocol import codec
 from kv_transfer.protocol.errors import ProtocolError, UnexpectedMessage
 from kv_transfer.protocol.messages import (
@@ -104,32 +104,16 @@ class InstanceDoor:
         self._open.difference_update(each.request_id for each in settled)
         return settled
 
-    def hold(
-        self,
-        host: str,
-        port: int,
-        transfer_id: TransferId,
-        prompt_key: bytes | None,
-        consumer: str,
-        incarnation: Incarnation | None = None,
-    ) -> None:
+    def hold(self, errand: Errand) -> None:
         """Keeps the leases of this pair from ending, until `release` says that `consumer` is done with one offer.
 
         Renewed every `renew_s`; nothing happens if nobody listens there any more. Without a prompt key all offers of
         the transfer are held.
         """
-        message = Renew(transfer_id=transfer_id, prompt_key=prompt_key, consumer=consumer, incarnation=incarnation)
-        self._reactor.post(lambda: self._porter.releaser.hold((host, port), message))
+        message = Renew(**_words_of(errand))
+        self._reactor.post(lambda: self._porter.releaser.hold((errand.host, errand.port), message))
 
-    def release(
-        self,
-        host: str,
-        port: int,
-        transfer_id: TransferId,
-        prompt_key: bytes | None,
-        consumer: str,
-        incarnation: Incarnation | None = None,
-    ) -> None:
+    def release(self, errand: Errand) -> None:
         """Tells a remote door that `consumer` is done with one offer of this pair.
 
         Without a prompt key the transfer's only prompt is meant; if it has several, only their leases end the offer.
@@ -137,8 +121,8 @@ class InstanceDoor:
         Repeated until it is answered, nobody listens there any more, or `release_deadline_s` has passed. A consumer
         name must be unique over all instances, for example "<incarnation>/<request id>".
         """
-        message = Release(transfer_id=transfer_id, prompt_key=prompt_key, consumer=consumer, incarnation=incarnation)
-        self._reactor.post(lambda: self._porter.releaser.release((host, port), message))
+        message = Release(**_words_of(errand))
+        self._reactor.post(lambda: self._porter.releaser.release((errand.host, errand.port), message))
 
     def status(self) -> Status:
         """Gauges "offers", "holds" of remote offers and "releases" (not yet answered), and counters."""
@@ -277,6 +261,20 @@ class _Porter:
         if settled is not None:
             self._reactor.counters.add(f"offers_{settled.reason if settled.reason in _REASONS else 'withdrawn'}")
             self._settled.append(settled)
+
+
+class _Words(TypedDict):
+    """What Renew and Release say."""
+
+    transfer_id: TransferId
+    prompt_key: bytes | None
+    consumer: str
+    incarnation: Incarnation | None
+
+
+def _words_of(errand: Errand) -> _Words:
+    _, _, transfer_id, prompt_key, consumer, incarnation = errand
+    return _Words(transfer_id=transfer_id, prompt_key=prompt_key, consumer=consumer, incarnation=incarnation)
 
 
 def _check_cards(ranks: tuple[RankCard, ...]) -> None:

@@ -6,6 +6,7 @@ Law: torch-free values. Block ids are of the engine's own pool.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kv_core.ids import Incarnation, RequestId, TransferId
 from kv_core.spans import Span
@@ -101,6 +102,21 @@ class Progress:
     sent: tuple[RequestId, ...]
     received: tuple[Received, ...]
     reports: tuple[TransferReport, ...] = ()
+
+
+class Errand(NamedTuple):
+    """What is to be said to the door of another instance about an offer of it.
+
+    `consumer` is unique over all instances, for example "<incarnation>/<request id>". Without a prompt key the offers
+    of the whole transfer are meant; without an incarnation whichever run listens there.
+    """
+
+    host: str
+    port: int
+    transfer_id: TransferId
+    prompt_key: bytes | None
+    consumer: str
+    incarnation: Incarnation | None = None
 
 
 @dataclass(frozen=True, slots=True)

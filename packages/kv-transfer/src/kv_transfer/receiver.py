@@ -136,8 +136,7 @@ class Receiver:
 
     def refused(self, peer: Peer, refuse: Refuse) -> None:
         """The sender ends the session badly."""
-        session = self._heard(peer, refuse.session)
-        if session is not None:
+        if (session := self._heard(peer, refuse.session)) is not None:
             self._room.counters.add(f"asks_refused_{refuse.code}")
             is_outdated = refuse.code is RefuseCode.WRONG_INCARNATION
             why = f"{peer} refused: {refuse.code}: {refuse.detail}"
@@ -153,11 +152,12 @@ class Receiver:
 
     def quiet(self, peer: Peer, quiet: Quiet) -> None:
         """No write of this session will come any more."""
-        session = self._heard(peer, quiet.session)
-        if session is not None:
+        if (session := self._heard(peer, quiet.session)) is not None:
             # Before our Close it would prove nothing.
             session.is_proven = quiet.clean and session.state is Receiving.CLOSING
-            self._on(session, ReceiveEvent.QUIET, why=f"{peer} has ended the session")
+            # One that has ended unanswered was refused, perhaps for its card: that word may still be on its way.
+            is_unanswered = session.state is Receiving.ASKING
+            self._on(session, ReceiveEvent.QUIET, why=f"{peer} has ended the session", is_outdated=is_unanswered)
 
     # -- news of peers (peer.Listener) ------------------------------------------------------------------------------
 

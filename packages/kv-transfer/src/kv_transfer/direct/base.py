@@ -7,11 +7,12 @@ Law: a mapping is read, never written. Whoever opens it closes it when nothing r
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 from kv_core.errors import PeerError
 from kv_core.ids import Rank
 from kv_core.spans import Span
+from kv_kernels.layout import Corner
 from kv_transfer.agent.cards import DirectCard
 from kv_transfer.plan.cache_state import CacheState
 from kv_transfer.plan.part import Part
@@ -30,6 +31,25 @@ class Read:
     num_heads: int
     source: Part
     target: Part
+
+    @property
+    def extent(self) -> "Extent":
+        """What is copied and where it begins on both sides, in the words of the kernels."""
+        return Extent(
+            num_tokens=self.target.num_tokens,
+            num_heads=self.num_heads,
+            at=Corner(self.target.first_token, self.target.first_head),
+            source_at=Corner(self.source.first_token, self.source.first_head),
+        )
+
+
+class Extent(TypedDict):
+    """Keyword arguments of `copy_blocks` and `peer_copy`."""
+
+    num_tokens: int
+    num_heads: int
+    at: Corner
+    source_at: Corner
 
 
 class RemoteCaches(Protocol):

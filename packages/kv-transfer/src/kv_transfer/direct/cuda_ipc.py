@@ -20,7 +20,7 @@ import torch
 from kv_core.errors import FerryError
 from kv_core.ids import Rank
 from kv_core.spans import Span
-from kv_kernels.layout import Corner, MappedPlanes
+from kv_kernels.layout import MappedPlanes
 from kv_kernels.peer import peer_copy
 from kv_transfer.agent.cards import DirectCard
 from kv_transfer.direct.base import CannotMap, Read
@@ -109,16 +109,7 @@ class CudaCaches:
     def read(self, what: Read, into: PagedCaches) -> None:
         assert self._mapped, "law: what is closed is not read"
         for ours, theirs in self._pairs(what.layers, into):
-            peer_copy(
-                ours,
-                what.target.block_ids,
-                theirs,
-                what.source.block_ids,
-                num_tokens=what.target.num_tokens,
-                num_heads=what.num_heads,
-                at=Corner(what.target.first_token, what.target.first_head),
-                source_at=Corner(what.source.first_token, what.source.first_head),
-            )
+            peer_copy(ours, what.target.block_ids, theirs, what.source.block_ids, **what.extent)
 
     def _pairs(self, layers: Span, into: PagedCaches) -> tuple[tuple[MappedPlanes, MappedPlanes], ...]:
         """(ours, theirs) of each copy: one, or one per kind if K and V differ in strides on a side.

@@ -11,7 +11,6 @@ from kv_core.errors import CallerError
 from kv_core.ids import Rank
 from kv_core.spans import Span
 from kv_kernels.block_copy import copy_blocks
-from kv_kernels.layout import Corner
 from kv_transfer.agent.cards import DirectCard
 from kv_transfer.direct.base import CannotMap, Read
 from kv_transfer.plan.cache_state import CacheState
@@ -77,16 +76,7 @@ class InProcessCaches:
 
     def read(self, what: Read, into: PagedCaches) -> None:
         for ours, theirs in zip(by_kind(into, what.layers), by_kind(self._theirs, what.layers), strict=True):
-            copy_blocks(
-                ours,
-                what.target.block_ids,
-                theirs,
-                what.source.block_ids,
-                num_tokens=what.target.num_tokens,
-                num_heads=what.num_heads,
-                at=Corner(what.target.first_token, what.target.first_head),
-                source_at=Corner(what.source.first_token, what.source.first_head),
-            )
+            copy_blocks(ours, what.target.block_ids, theirs, what.source.block_ids, **what.extent)
 
     def close(self) -> None:
         if self._caches is not None:
