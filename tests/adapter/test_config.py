@@ -25,7 +25,7 @@ def test_keys_of_both_layers_are_read():
 @pytest.mark.parametrize(("extra", "named"), [
     ({"lease": 5}, "lease"), ({"lease_s": "long"}, "float"), ({"port": 70000}, "70000"),
     ({"lease_s": -1}, "lease_s"), ({"bind_host": "0.0.0.0"}, "advertised_host"), ({"test_hooks_dir": 3}, "str"),
-    ({"convert_elements": "perhaps"}, "bool"),
+    ({"convert_elements": "perhaps"}, "bool"), ({"own_blocks": True}, "own_blocks=True"),
 ])  # fmt: skip
 def test_what_is_wrong_is_named(extra, named):
     with pytest.raises(CallerError, match=named):

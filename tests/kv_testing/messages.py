@@ -27,7 +27,7 @@ SAMPLES: tuple[m.Message, ...] = (
     m.StatusReply(incarnation=RUN, rank=None, gauges={"offers": 1}, counters={"messages_in": 2}),
     m.Rejected(code=m.RejectCode.STRANGER, detail="say hello first"),
     m.Hello(**INTRODUCTION),  # type: ignore[arg-type]
-    m.HelloReply(**INTRODUCTION, direct=DirectCard(kind="cuda-ipc", host="boot", blob=b"handles")),  # type: ignore[arg-type]
+    m.HelloReply(**INTRODUCTION, direct=DirectCard(kind="cuda-ipc", host="boot", blob=b"handles"), in_place=None),  # type: ignore[arg-type]
     m.HelloRefused(instance=InstanceId("p"), incarnation=RUN, reasons=(Reason("dtype", "float32", "bfloat16"),)),
     m.Ask(
         session=SESSION,

@@ -2,6 +2,7 @@
 
 import importlib
 
+import numpy as np
 import pytest
 import torch
 
@@ -43,4 +44,7 @@ def test_a_region_that_cannot_be_registered_stays_unregistered() -> None:
 
 
 def test_long_lists_are_shortened_in_messages() -> None:
-    assert nixl._brief([(16 * i, 8, 0) for i in range(5)]) == "[0x0, 0x8), [0x10, 0x18), [0x20, 0x28) and 2 more"
+    assert (
+        nixl._brief(np.array([(16 * i, 8, 0) for i in range(5)], dtype=np.uint64))
+        == "[0x0, 0x8), [0x10, 0x18), [0x20, 0x28) and 2 more"
+    )

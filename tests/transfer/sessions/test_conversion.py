@@ -64,6 +64,14 @@ def test_elements_are_converted_by_the_receiver(sent, kept, p_shape, d_shape):
         assert num_bytes == p.count("bytes_out") == NUM_TOKENS * 4 * 2 * 4 * 8 * ITEM_BYTES[sent[0]]
 
 
+def test_elements_that_are_converted_are_not_read_in_place():
+    """Also where the runs would be long enough: a read is a copy."""
+    config = replace(FAST, own_blocks=True, in_place_run_bytes=1)
+    with pair(state("float32"), state("bfloat16"), config=config) as (p, d, _):
+        assert handed_over(p, d) == p.count("bytes_out")
+        assert d.count("bytes_read_in_place") == 0
+
+
 @pytest.mark.parametrize(
     "shape",
     [

@@ -43,6 +43,36 @@ def test_hand_over_between_processes(tls):
         wait_for(lambda: not p.ask("open"), what="the prefill engine to be idle")
 
 
+def test_long_runs_are_read_in_place_between_processes(tls):
+    shared, owned = replace(PATIENT, share_in_place=True), replace(PATIENT, own_blocks=True, in_place_run_bytes=1)
+    with EngineProcess("p", tls, tp=2, config=shared) as p, sides(_decode(tls, owned, tp=1)) as (d,):
+        for number in range(3):
+            received = _hand_over(p, d, f"d{number}")
+            assert received.ok, received.reason
+            assert d.misplaced() == 0
+        assert d.count("bytes_read_in_place") == d.count("bytes_in") > 0
+        d.check_clean()
+        wait_for(lambda: not p.ask("open"), what="the prefill engine to be idle")
+
+
+def test_a_prefill_engine_that_is_killed_while_it_is_read_is_noticed(tls):
+    """Blocks of our own may be told as lost only when nothing is written into them any more."""
+    shared, owned = replace(PATIENT, share_in_place=True), replace(PATIENT, own_blocks=True, in_place_run_bytes=1)
+    with sides(_decode(tls, owned)) as (d,):
+        with EngineProcess("p", tls, config=shared) as p:
+            assert _hand_over(p, d, "d0").ok
+            transfer = p.ask("offer", "p1")
+            p.stop()
+            d.order(p, transfer, "d1")
+            p.kill()
+            start = time.monotonic()
+            assert not d.outcome("d1", 30).ok
+            assert time.monotonic() - start < SOON_S
+            d.check_clean()
+        with EngineProcess("p", tls, config=shared) as again:
+            assert _hand_over(again, d, "d2").ok
+
+
 def test_kill_9_of_the_prefill_engine_in_the_middle_of_a_load(tls):
     with sides(_decode(tls, PATIENT)) as (d,):
         with EngineProcess("p", tls, tp=2) as p:

@@ -49,5 +49,9 @@ def ferry_config(extra: Mapping[str, object]) -> FerryConfig:
         converts = msgspec.convert(extra.get("convert_elements", False), bool)
     except (msgspec.ValidationError, ValueError) as error:
         raise CallerError(f"kv_connector_extra_config: {error}") from error
+    if transfer.own_blocks:
+        raise CallerError(
+            "kv_connector_extra_config: own_blocks=True, but the blocks are the engine's: only False is safe"
+        )
     known = KnownPeers.of([*entries, transfer.call_host])
     return FerryConfig(transfer, known, None if hooks is None else Path(hooks), converts)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kv_core.errors import CallerError
+from kv_transfer.agent.cards import MemoryKind
 from kv_transfer.protocol.codec import MAX_MESSAGE_BYTES
 
 WILDCARDS: Final = frozenset({"0.0.0.0", "::", "*", ""})
@@ -26,6 +27,11 @@ CHUNK_BYTES: Final = {"cpu": 8 * MIB, "cuda": 64 * MIB}
 def default_chunk_bytes(device_type: str) -> int:
     """The default of `chunk_bytes` for caches on such a device ("cpu", "cuda")."""
     return CHUNK_BYTES.get(device_type, CHUNK_BYTES["cpu"])
+
+
+IN_PLACE_RUN_BYTES: Final = {"host": 16 << 10, "device": 1 << 20}
+"""Default of `in_place_run_bytes`. Evidence: tools/bench/transfer.py for host memory; on an H200 a NIXL read of 64 KiB
+runs carries 14 GB/s, that is 4.7 us a run, in which the staged path carries 0.5 MB (docs/tuning.md)."""
 
 
 class ConfigError(CallerError):
@@ -86,6 +92,14 @@ class TransferConfig:
     stall_s: float = 10.0
     """How long a thread of ours may stay in one call (a post, a copy) before nothing new is begun until it returns."""
 
+    share_in_place: bool = False
+    """Register the caches with the agent, so that peers may read them in place."""
+    own_blocks: bool = False
+    """The caches are memory of our own, not an engine's: the wire may write them. What lies in long runs at a peer that
+    shares its caches is then read in place, without staging; without a checksum, as on the direct path."""
+    in_place_run_bytes: int | None = None
+    """Shortest run that is read in place rather than staged. None: as `IN_PLACE_RUN_BYTES` says for the memory."""
+
     max_message_bytes: int = MAX_MESSAGE_BYTES
     max_sessions: int = 4096
     """Most sessions and parked asks that a sender keeps open; more are refused as busy."""
@@ -109,6 +123,8 @@ class TransferConfig:
         _check_range("chunks_in_flight", self.chunks_in_flight, 1, 1024)
         _check_range("max_sessions", self.max_sessions, 1, 1 << 20)
         _check_range("max_message_bytes", self.max_message_bytes, 4096, 1 << 30)
+        if self.in_place_run_bytes is not None:
+            _check_range("in_place_run_bytes", self.in_place_run_bytes, 1, 1 << 40)
         least = 64 if self.chunk_bytes is None else self.chunk_bytes
         _check_range("chunk_bytes", least, 64, 1 << 40)
         for field in ("send_arena_bytes", "receive_arena_bytes"):
@@ -129,6 +145,10 @@ class TransferConfig:
             raise ConfigError(
                 f"peers call numeric addresses only: got={self.call_host!r}; set advertised_host to an address of ours"
             ) from error
+
+    def least_run_bytes(self, memory: MemoryKind) -> int:
+        """The shortest run that is read in place, between caches in such memory."""
+        return IN_PLACE_RUN_BYTES[memory] if self.in_place_run_bytes is None else self.in_place_run_bytes
 
     @property
     def call_host(self) -> str:

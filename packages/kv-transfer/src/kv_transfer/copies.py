@@ -13,7 +13,7 @@ from torch import Tensor
 from kv_core.errors import PeerError
 from kv_core.ids import BlockId, Rank, SessionId
 from kv_transfer.checksum import Summer
-from kv_transfer.direct.base import RemoteCaches
+from kv_transfer.direct.base import Read, RemoteCaches
 from kv_transfer.direct.reads import Holding, reads_of
 from kv_transfer.faults import Faults
 from kv_transfer.formatter.conversion import conversion_of
@@ -95,13 +95,17 @@ class Copier:
         def run() -> None:
             if not is_wanted():
                 return
-            ours = Holding(self._state, self._rank, self._caches.groups, 0, tables.by_group)
             with self._ranges.around("direct read"):
                 # All of them first: what does not fit is found before anything is written.
-                for what in list(reads_of(ask, ours, theirs)):
+                for what in self.reads(ask, tables, theirs):
                     mapping.read(what, self._caches)
 
         return run
+
+    def reads(self, ask: Ask, tables: BlockTables, theirs: Holding) -> list[Read]:
+        """The copies that fill our blocks from those of a peer whose blocks can be read."""
+        ours = Holding(self._state, self._rank, self._caches.groups, 0, tables.by_group)
+        return list(reads_of(ask, ours, theirs))
 
     def _parts(self, chunk: Chunk, tables: BlockTables, staged: Tensor) -> Iterator[tuple[Chunk, BlockRange, Tensor]]:
         """The chunk cut where our layers change their block table: (part in our own tokens, its blocks, its bytes)."""

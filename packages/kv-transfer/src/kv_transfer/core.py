@@ -191,7 +191,8 @@ class Core:
     def _completed(self, completion: Completion) -> None:
         """One error of ours may not cost the completions behind it: they were taken, and come only once."""
         try:
-            self.sender.passages.completed(completion)
+            reads = self.loads.receiver.reads
+            (reads if completion.ticket in reads else self.sender.passages).completed(completion)
         except Exception:
             self._room.counters.add("internal_errors")
             logger.exception("an error of our own with %s; going on", completion.ticket)

@@ -117,6 +117,8 @@ class ReceiveSession:
     opened_at: float
     marks: Marks = field(init=False)
     """From the order of the load on."""
+    path: Path = Path.STAGED
+    path_why: str = "it was not settled how to read it"
     state: Receiving = Receiving.WAITING
     next_seq: int = 0
     granted: dict[int, StagingLease] = field(default_factory=dict)
@@ -170,8 +172,8 @@ class ReceiveSession:
         """What is told of it."""
         return Leg(
             peer=self.peer.place,
-            path=Path.DIRECT if self.ask.direct else Path.STAGED,
-            why=self.peer.path_why,
+            path=self.path,
+            why=self.path_why,
             num_bytes=self.moved_bytes,
             num_chunks=self.num_moved,
             num_pieces=len(self.ask.pieces),

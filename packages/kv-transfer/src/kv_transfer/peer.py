@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 from kv_core.ids import Incarnation, InstanceId, Rank
 from kv_transfer.agent.cards import DirectCard
 from kv_transfer.direct.base import RemoteCaches
+from kv_transfer.in_place.caches import RemotePlanes
 from kv_transfer.plan.cache_state import CacheState
 from kv_transfer.protocol.messages import RankCard
 from kv_transfer.timers import Timer
@@ -42,6 +43,8 @@ class Peer:
     hello: Timer | None = None
     direct: DirectCard | None = None
     """How to map its caches, if it has told."""
+    planes: RemotePlanes | None = None
+    """Where its blocks lie, if our agent can read them there."""
     mapping: RemoteCaches | None = None
     is_path_known: bool = False
     """Whether it is settled that its caches are mapped, or are not to be."""

@@ -18,6 +18,8 @@ from typing import Final, TypeVar
 from kv_core.errors import CallerError, CapacityError, FerryError
 from kv_core.ids import Incarnation, InstanceId, Rank
 from kv_transfer.agent.cards import DirectCard
+from kv_transfer.direct.base import CannotMap
+from kv_transfer.in_place.caches import RemotePlanes
 from kv_transfer.peer import Listener, Peer, PeerKey
 from kv_transfer.plan.compatibility import Reason, reasons
 from kv_transfer.protocol import codec
@@ -106,7 +108,7 @@ class Peers:
             self._refuse(peer, "; ".join(map(str, why)))
             return
         self._stop_greeting(peer)
-        peer.is_introduced, peer.direct = True, reply.direct
+        peer.is_introduced, peer.direct, peer.planes = True, reply.direct, self._planes_of(peer, reply)
         for listener in self._listeners:
             listener.peer_introduced(peer)
 
@@ -246,15 +248,26 @@ class Peers:
         peer.hello = self._room.timers.after(pause_s, again)
 
     def _answer_to_hello(self) -> HelloReply:
-        """With how to map our caches, if anybody can, and if that fits into a message of ours: else all is staged."""
-        card = self._room.direct.card() if self._room.direct else None
-        reply = self._introduction(HelloReply, direct=card)
+        """With how to read our caches, if anybody can, and if that fits into a message of ours: else all is staged."""
+        direct = self._room.direct.card() if self._room.direct else None
+        in_place = self._room.shared.card() if self._room.shared else None
+        reply = self._introduction(HelloReply, direct=direct, in_place=in_place)
         try:
             codec.encode(reply, self._room.config.max_message_bytes)
         except (CallerError, CapacityError) as error:
-            logger.warning("peers are not told how to map our caches: %s", error)
-            return self._introduction(HelloReply, direct=None)
+            logger.warning("peers are not told how to read our caches: %s", error)
+            return self._introduction(HelloReply, direct=None, in_place=None)
         return reply
+
+    def _planes_of(self, peer: Peer, reply: HelloReply) -> RemotePlanes | None:
+        """Where the peer's blocks lie, if we are to read them in place."""
+        if reply.in_place is None or self._room.shared is None or not self._room.config.own_blocks:
+            return None
+        try:
+            return RemotePlanes.of(reply.in_place, self._room.agent.kind, peer.state, peer.key.rank)
+        except CannotMap as error:
+            logger.warning("%s cannot be read in place, its bytes are staged: %s", peer, error)
+            return None
 
     def _introduction(self, kind: type[Introduction], **more: DirectCard | None) -> Introduction:
         return kind(

@@ -16,10 +16,8 @@ from kv_core.errors import CallerError
 from kv_core.ids import SessionId
 from kv_transfer.arrivals import Arrivals
 from kv_transfer.copies import Copier
-from kv_transfer.direct.reads import Holding
 from kv_transfer.load import Load, ReceiveSession
 from kv_transfer.mappings import Mappings
-from kv_transfer.mover import Moved, Skipped
 from kv_transfer.peer import Peer
 from kv_transfer.peers import Peers
 from kv_transfer.plan.plan import SessionPlan, chunks_of
@@ -46,6 +44,8 @@ from kv_transfer.protocol.session import (
     receiver_joint,
     step,
 )
+from kv_transfer.reads import Reads
+from kv_transfer.reports import Path
 from kv_transfer.room import Room
 from kv_transfer.staging import Arena
 
@@ -68,6 +68,7 @@ class Receiver:
     def __init__(self, room: Room, peers: Peers, arena: Arena, copier: Copier, listener: SessionListener) -> None:
         self.arrivals = Arrivals(room, peers, arena, copier, self)
         self.mappings = Mappings(room, in_use=self._is_used, on_known=self._path_known)
+        self.reads = Reads(room, copier, self)
         self._copier = copier
         self._room = room
         self._peers = peers
@@ -220,6 +221,7 @@ class Receiver:
             self._sessions.pop(session.name, None)
             session.rest()
             self.mappings.used(session.peer)
+            self.reads.drop(session)
             if session.ask.direct and session.num_unscattered == 0:
                 self._proven(session, why)
         for action in actions:
@@ -235,7 +237,7 @@ class Receiver:
             case ReceiveAction.SAY_GRANTS:
                 self.arrivals.remind(session)
             case ReceiveAction.GRANT:
-                self._read(session) if session.ask.direct else self.arrivals.wait(session)
+                self.arrivals.wait(session) if session.path is Path.STAGED else self.reads.begin(session)
             case ReceiveAction.QUARANTINE:
                 self.arrivals.doubt(session)
             case ReceiveAction.FREE_ALL:
@@ -262,7 +264,7 @@ class Receiver:
         """The session failed by our own judgement."""
         self._listener.session_failed(session, why, is_outdated=False)
 
-    # -- the direct path ---------------------------------------------------------------------------------------------
+    # -- blocks that are read where they lie -------------------------------------------------------------------------
 
     def _greeted(self, session: ReceiveSession) -> None:
         """The peer can be asked; the first time only once it is known how it will be read."""
@@ -271,7 +273,8 @@ class Receiver:
         elif not session.peer.is_path_known:
             self.mappings.settle(session.peer)
         else:
-            session.ask = msgspec.structs.replace(session.ask, direct=session.peer.mapping is not None)
+            session.path, session.path_why = self.reads.path_of(session)
+            session.ask = msgspec.structs.replace(session.ask, direct=session.path is not Path.STAGED)
             self._on(session, ReceiveEvent.INTRODUCED)
 
     def _path_known(self, peer: Peer) -> None:
@@ -279,39 +282,8 @@ class Receiver:
             if session.state is Receiving.WAITING:
                 self._greeted(session)
 
-    def _read(self, session: ReceiveSession) -> None:
-        """Copy the sender's blocks where they lie; nothing is granted, so nothing can be written late."""
-        load, peer, mapping, blocks = session.load, session.peer, session.peer.mapping, session.blocks
-        if mapping is None or blocks is None:
-            told = f"mapped={mapping is not None}, blocks told={blocks is not None}"
-            self._fail_load(session, f"{peer} cannot be read directly any more: {told}")
-            return
-        load.num_scatters += 1
-        load.stamps.granted = load.stamps.granted or self._room.timers.clock()
-        theirs = Holding(peer.state, peer.key.rank, mapping.groups, blocks.first, blocks.by_group)
-        job = self._copier.read(session.ask, load.order.tables, theirs, mapping, lambda: load.is_open)
-        self._room.copies.submit(job, load.free, partial(self._has_read, session), load.gate)
-
-    def _has_read(self, session: ReceiveSession, moved: Moved) -> None:
-        """All is copied, and still to be proven: only the sender knows whether it held the blocks until now."""
-        load = session.load
-        load.num_scatters -= 1
-        load.stamps.arrived = now = self._room.timers.clock()
-        load.stamps.scatter_s += moved.seconds
-        session.begins_to_move(now - moved.seconds)
-        if moved.error is not None:
-            self._room.counters.add("reads_skipped" if isinstance(moved.error, Skipped) else "reads_failed")
-            self.chunk_bad(session, f"{session.peer} could not be read: {moved.error}")
-        elif load.is_open:
-            session.marks.wired = now
-            session.is_moved(session.num_unscattered, session.num_bytes, now)
-            self._room.counters.add("bytes_in", session.num_bytes)
-            self._room.counters.add("bytes_read_directly", session.num_bytes)
-            self.chunk_scattered(session)
-        self.chunk_over(session)
-
     def _proven(self, session: ReceiveSession, why: str) -> None:
-        """A session that was read directly has ended: what was read counts only if the sender held it all the time."""
+        """A session that has read has ended: what was read counts only if the sender held it all the time."""
         if session.is_proven:
             self._listener.session_moved(session)
         else:

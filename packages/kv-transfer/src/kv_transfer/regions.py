@@ -2,8 +2,9 @@
 
 In:  a size, and for an accelerator its device.
 Out: a `Region`, whole pages of zeroed bytes at a fixed address; `RegionSlice`, a part of one.
-Law: a region is our own memory, never an engine's blocks; a slice lies inside its region. Making a region does not
-     register it: an agent does (`Agent.register`), and the region must outlive its registration.
+Law: what the wire writes is our own memory, never an engine's blocks; those may be in a region to be read. A slice
+     lies inside its region. Making a region does not register it: an agent does (`Agent.register`), and the region must
+     outlive its registration.
 """
 
 import mmap
@@ -97,6 +98,15 @@ def device_region(num_bytes: int, device: torch.device) -> Region:
     memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     torch.cuda.synchronize(memory.device)
     return Region(memory.data_ptr(), num_bytes, "device", memory.device.index, memory)
+
+
+def storage_region(tensor: torch.Tensor) -> Region:
+    """The whole allocation that a tensor is a view of, as it is."""
+    storage = tensor.untyped_storage()
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+    on_device = tensor.device.type == "cuda"
+    device_id = tensor.device.index if on_device else 0
+    return Region(storage.data_ptr(), storage.nbytes(), "device" if on_device else "host", device_id, memory)
 
 
 def _check_size(num_bytes: int) -> None:

@@ -31,6 +31,9 @@ class Path(enum.StrEnum):
     """How they went."""
 
     DIRECT = "direct"
+    """Read by a kernel where they lie (of a send: read by the peer, whichever way)."""
+    IN_PLACE = "in place"
+    """Read by the agent where they lie."""
     STAGED = "staged"
     LOCAL = "local"
     """Nothing was to be moved."""
@@ -115,7 +118,7 @@ class TransferReport:
     def path(self) -> Path:
         """Staged if any of it was."""
         paths = {leg.path for leg in self.legs}
-        return next((path for path in (Path.STAGED, Path.DIRECT) if path in paths), Path.LOCAL)
+        return next((path for path in (Path.STAGED, Path.IN_PLACE, Path.DIRECT) if path in paths), Path.LOCAL)
 
     @property
     def why(self) -> str:

@@ -34,7 +34,17 @@ _in_doubt: Final[list[Region]] = []
 class Resident:
     """What lives in a rank's reactor."""
 
-    def __init__(self, core: Core, reactor: Reactor, mover: Mover, agent: Agent, arenas: Sequence[Arena]) -> None:
+    def __init__(
+        self,
+        core: Core,
+        reactor: Reactor,
+        mover: Mover,
+        agent: Agent,
+        arenas: Sequence[Arena],
+        shared: Sequence[Region],
+    ) -> None:
+        """`shared`: the caches that the agent knows; kept as the arenas are, if it cannot be ended."""
+        self._shared = shared
         self._core = core
         self._reactor = reactor
         self._mover = mover
@@ -73,6 +83,7 @@ class Resident:
             logger.error("a copy did not end within %s s; the blocks it works on are never given back", MOVER_CLOSE_S)
         is_closed = self._agent.close(AGENT_CLOSE_S)
         in_doubt = [arena.region for arena in self._arenas if not is_closed or arena.num_leases + arena.num_quarantined]
+        in_doubt += [] if is_closed else self._shared
         if in_doubt:
             logger.warning("staging memory may still be written or read by peers; kept: %s", in_doubt)
             _in_doubt.extend(in_doubt)

@@ -21,6 +21,7 @@ from kv_transfer.faults import Faults
 from kv_transfer.gate import Gate
 from kv_transfer.health import Health
 from kv_transfer.history import History
+from kv_transfer.in_place.caches import SharedCaches
 from kv_transfer.mover import Moved
 from kv_transfer.plan.cache_state import CacheState
 from kv_transfer.profiling import NO_RANGES, Ranges
@@ -85,4 +86,6 @@ class Room:
     direct: DirectDoor | None = None
     """Our end of the direct path, if our caches can be mapped by peers."""
     ranges: Ranges = NO_RANGES
+    shared: SharedCaches | None = None
+    """Our caches as our agent knows them, if peers may read them in place."""
     new_session: Callable[[], SessionId] = random_session

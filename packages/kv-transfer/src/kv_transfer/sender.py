@@ -221,8 +221,8 @@ class Sender:
             return End(RefuseCode.INTERNAL, clipped(f"{identity} sends nothing new: {trouble}"))
         if len(self._sessions) > self._room.config.max_sessions:
             return End(RefuseCode.BUSY, f"too many sessions: most={self._room.config.max_sessions}")
-        if ask.direct and self._room.direct is None:
-            return End(RefuseCode.UNFIT, "our caches cannot be mapped: ours=staged, theirs=direct")
+        if ask.direct and self._room.direct is None and self._room.shared is None:
+            return End(RefuseCode.UNFIT, "our caches can neither be mapped nor read: ours=staged, theirs=direct")
         if ask.direct and is_converted(identity.state, session.peer.state):
             types = f"ours={identity.state.dtype}, theirs={session.peer.state.dtype}"
             return End(RefuseCode.UNFIT, f"elements that are converted are not read where they lie: {types}")

@@ -33,6 +33,7 @@ from kv_transfer.faults import Faults, NoFaults
 from kv_transfer.gate import Gate
 from kv_transfer.health import Health
 from kv_transfer.history import History
+from kv_transfer.in_place.caches import SharedCaches
 from kv_transfer.mover import Mover
 from kv_transfer.orders import BlockTables, LoadTimes, Offer, Progress, Received, ReceiveOrder
 from kv_transfer.plan.cache_state import CacheState
@@ -100,6 +101,8 @@ class Transceiver:
         self._mover = Mover(device, self._reactor.post)
         try:
             self._card = _card_of(config, rank, state, self._reactor.wire.port, (send, receive), device.type)
+            is_shared = config.share_in_place or config.own_blocks
+            shared = SharedCaches(caches, agent) if is_shared and caches.planes else None
             room = Room(
                 config=config,
                 identity=Identity(instance, incarnation, self._card, _prepared(agent, (send, receive), self._reactor)),
@@ -113,6 +116,7 @@ class Transceiver:
                 history=History(self._reactor.timers.clock, self._reports.append),
                 ranges=ranges,
                 direct=direct if config.direct else None,
+                shared=shared,
             )
         except BaseException:
             self._mover.close(POLL_CLOSE_S)
@@ -122,7 +126,8 @@ class Transceiver:
         self._received: deque[Received] = deque()
         copier = Copier(caches, state, rank, faults, ranges)
         self._core = Core(room, send, receive, copier, self._sent.append, self._received.append)
-        self._resident = Resident(self._core, self._reactor, self._mover, agent, (send, receive))
+        caches_in_doubt = shared.regions if shared else ()
+        self._resident = Resident(self._core, self._reactor, self._mover, agent, (send, receive), caches_in_doubt)
         # What the engine has handed in and was not told the end of.
         self._offered: dict[RequestId, TransferId] = {}
         self._settled: set[RequestId] = set()

@@ -1,6 +1,6 @@
 """What moves bytes between our regions and a peer's: the contract of every agent.
 
-In:  registered regions, cards of peers, pairs of equally long slices (ours, theirs).
+In:  registered regions, cards of peers, pairs of equally long slices (ours, theirs) or tables of runs.
 Out: a `Ticket` at once; later, and once, a `Completion`.
 Law: a completion is a physical fact: when it is handed out, this agent moves no byte of its ticket any more, and
      "done" means that all bytes are in place. Time is no reason for a completion. No call blocks on a peer.
@@ -19,13 +19,45 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kv_core.errors import CallerError, FerryError
-from kv_transfer.agent.cards import AgentCard, RemoteSlice
+from kv_transfer.agent.cards import AgentCard, MemoryKind, RemoteSlice
 from kv_transfer.pulse import Pulse
 from kv_transfer.regions import Region, RegionSlice
 
 Pair = tuple[RegionSlice, RemoteSlice]
 """Our bytes and the peer's, equally many."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Runs:
+    """Many short movements in one value: run i is `lengths[i]` bytes at `ours[i]` and at `theirs[i]`, all uint64 [N].
+
+    All of ours lie in `region`; CallerError if one does not, or is empty, or the arrays are not equally long.
+    """
+
+    region: Region
+    their_kind: MemoryKind
+    their_device: int
+    ours: NDArray[np.uint64]
+    theirs: NDArray[np.uint64]
+    lengths: NDArray[np.uint64]
+
+    def __post_init__(self) -> None:
+        if not len(self.ours) == len(self.theirs) == len(self.lengths) > 0:
+            sizes = f"ours={len(self.ours)}, theirs={len(self.theirs)}, lengths={len(self.lengths)}"
+            raise CallerError(f"runs have as many addresses as lengths, and there is one at least: {sizes}")
+        first, stop = int(self.ours.min()), int((self.ours + self.lengths).max())
+        held = self.region.address, self.region.address + self.region.num_bytes
+        if self.lengths.min() < 1 or first < held[0] or stop > held[1]:
+            raise CallerError(
+                f"a run is empty or leaves its region: runs=[{first}, {stop}), region=[{held[0]}, {held[1]})"
+            )
+
+
+Movement = Sequence[Pair] | Sequence[Runs]
 
 Direction = Literal["write", "read"]
 
@@ -112,13 +144,13 @@ class Agent(Protocol):
     def remove_peer(self, name: str) -> None:
         """Forgets a peer that is dead; its tickets end with "error". Nothing happens for an unknown name."""
 
-    def write(self, peer: str, pairs: Sequence[Pair]) -> Ticket:
+    def write(self, peer: str, movement: Movement) -> Ticket:
         """Moves our bytes to the peer; returns at once.
 
-        Raises UnknownPeer, or CallerError for no pairs, unequal lengths, or a region that is not registered.
+        Raises UnknownPeer, or CallerError for nothing to move, unequal lengths, or a region that is not registered.
         """
 
-    def read(self, peer: str, pairs: Sequence[Pair]) -> Ticket:
+    def read(self, peer: str, movement: Movement) -> Ticket:
         """Moves the peer's bytes to us; otherwise as `write`."""
 
     def withdraw(self, ticket: Ticket) -> bool:

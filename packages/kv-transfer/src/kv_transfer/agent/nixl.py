@@ -30,12 +30,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kv_core.errors import FerryError
 from kv_transfer.agent.base import fresh_name
 from kv_transfer.agent.cards import MemoryKind
-from kv_transfer.agent.pieces import Piece
+from kv_transfer.agent.pieces import OURS, THEIRS, Piece
 from kv_transfer.agent.pump import PumpedAgent, PumpLimits
 from kv_transfer.agent.transport import TransportError
 from kv_transfer.regions import Region
@@ -152,8 +154,7 @@ class NixlTransport:
         self._agent = None
 
     def _prepare(self, peer: str, piece: Piece) -> int:
-        ours = [(move.our_address, move.num_bytes, move.our_device) for move in piece.moves]
-        theirs = [(move.their_address, move.num_bytes, move.their_device) for move in piece.moves]
+        ours, theirs = np.ascontiguousarray(piece.table[:, OURS]), np.ascontiguousarray(piece.table[:, THEIRS])
         operation = self._nixl.NIXL_WRITE if piece.direction == "write" else self._nixl.NIXL_READ
         with _refusal(f"NIXL finds no way to {peer!r}; slices that lie in no region of it? theirs={_brief(theirs)}"):
             handle: int = self._agent.createXferReq(
@@ -186,9 +187,9 @@ def _refusal(what: str) -> Iterator[None]:
         raise TransportError(f"{what}: {error}") from error
 
 
-def _brief(theirs: list[tuple[int, int, int]]) -> str:
+def _brief(theirs: NDArray[np.uint64]) -> str:
     """The first slices of a list, for a message."""
-    shown = ", ".join(f"[{address:#x}, {address + num_bytes:#x})" for address, num_bytes, _ in theirs[:3])
+    shown = ", ".join(f"[{address:#x}, {address + num_bytes:#x})" for address, num_bytes, _ in theirs[:3].tolist())
     return shown if len(theirs) <= 3 else f"{shown} and {len(theirs) - 3} more"
 
 

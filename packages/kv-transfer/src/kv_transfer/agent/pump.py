@@ -15,17 +15,17 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kv_core.errors import CallerError
-from kv_transfer.agent.base import AgentClosed, Completion, Direction, Pair, Ticket, UnknownPeer
+from kv_transfer.agent.base import AgentClosed, Completion, Direction, Movement, Ticket, UnknownPeer
 from kv_transfer.agent.blob import TOKEN_BYTES, Blob, pack_blob, unpack_blob
 from kv_transfer.agent.calls import Calls
 from kv_transfer.agent.cards import AgentCard
 from kv_transfer.agent.ledger import Ledger
-from kv_transfer.agent.pieces import check_pairs, cut
+from kv_transfer.agent.pieces import check_movement, cut, regions_of
 from kv_transfer.agent.transport import PostT, Transport, TransportError
 from kv_transfer.pulse import Pulse
 from kv_transfer.regions import Region
@@ -150,11 +150,11 @@ class PumpedAgent(Generic[PostT]):
         if name in self._peers:
             self._call("remove_peer", lambda: self._forget(name, "peer removed"))
 
-    def write(self, peer: str, pairs: Sequence[Pair]) -> Ticket:
-        return self._submit("write", peer, pairs)
+    def write(self, peer: str, movement: Movement) -> Ticket:
+        return self._submit("write", peer, movement)
 
-    def read(self, peer: str, pairs: Sequence[Pair]) -> Ticket:
-        return self._submit("read", peer, pairs)
+    def read(self, peer: str, movement: Movement) -> Ticket:
+        return self._submit("read", peer, movement)
 
     def withdraw(self, ticket: Ticket) -> bool:
         with self._wake:
@@ -186,14 +186,14 @@ class PumpedAgent(Generic[PostT]):
             self._ledger.drop_all("agent closed while bytes were moving")
         return not self._in_doubt
 
-    def _submit(self, direction: Direction, peer: str, pairs: Sequence[Pair]) -> Ticket:
-        pieces = cut(direction, pairs, self._limits.max_post_bytes)
+    def _submit(self, direction: Direction, peer: str, movement: Movement) -> Ticket:
+        pieces = cut(direction, movement, self._limits.max_post_bytes)
         with self._wake:
             self._check_open()
             if peer not in self._peers:
                 raise UnknownPeer(f"no such peer: wanted={peer!r}, known={sorted(self._peers)}")
-            check_pairs(pairs, self._regions)
-            ticket = self._ledger.submit(peer, pieces, (ours.region for ours, _ in pairs))
+            check_movement(movement, self._regions)
+            ticket = self._ledger.submit(peer, pieces, regions_of(movement))
             self._wake.notify()
         return ticket
 

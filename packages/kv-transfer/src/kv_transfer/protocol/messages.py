@@ -146,13 +146,17 @@ class Hello(Payload, frozen=True, tag="hello"):
 
 
 class HelloReply(Payload, frozen=True, tag="hello!"):
-    """Who answers; the asker's agent is known from here on. `direct`: how to map our caches, if that can be done."""
+    """Who answers; the asker's agent is known from here on.
+
+    `direct`: how to map our caches; `in_place`: where they lie for the asker's agent. None if that cannot be done.
+    """
 
     instance: InstanceName
     incarnation: IncarnationName
     card: RankCard
     agent: AgentCard
     direct: DirectCard | None
+    in_place: DirectCard | None
 
 
 class HelloRefused(Payload, frozen=True, tag="hello-refused"):

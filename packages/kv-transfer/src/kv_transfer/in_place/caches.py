@@ -1,0 +1,144 @@
+"""Caches that the agent knows: what ours tell a peer, and what those of a peer tell us.
+
+In:  a rank's PagedCaches and its agent; the DirectCard of a peer.
+Out: SharedCaches (registered, with a card), RemotePlanes (addresses in the peer's address space).
+Law: a card describes planes as they lie. Whatever a peer says is bounded, and compared with its CacheState, before a
+     byte is read; that its addresses lie in memory it has registered is for the transport to check.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Annotated, Final
+
+import msgspec
+import torch
+
+from kv_core.errors import CallerError
+from kv_core.ids import Rank
+from kv_core.spans import Span
+from kv_kernels.layout import MappedPlanes
+from kv_transfer.agent.base import Agent
+from kv_transfer.agent.cards import DirectCard, MemoryKind
+from kv_transfer.direct.base import CannotMap
+from kv_transfer.plan.cache_state import CacheState
+from kv_transfer.plan.elements import ITEM_BYTES
+from kv_transfer.pools import PagedCaches, dtype_name
+from kv_transfer.regions import Region, storage_region
+
+KIND: Final = "in-place"
+
+Address = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
+Length = Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
+Four = tuple[Length, Length, Length, Length]
+
+
+class _Blob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where one rank's planes begin, and how they lie."""
+
+    addresses: Annotated[tuple[Address, ...], msgspec.Meta(min_length=1, max_length=1 << 15)]
+    shape: Four
+    strides: Annotated[tuple[Four, ...], msgspec.Meta(min_length=1, max_length=8)]
+    """In elements, of the planes of each kind (K, V) of a layer."""
+    dtype: Annotated[str, msgspec.Meta(max_length=32)]
+    first_layer: Index
+    groups: Annotated[tuple[Index, ...], msgspec.Meta(max_length=1 << 14)]
+    memory: MemoryKind
+    device_id: Index
+
+
+class SharedCaches:
+    """Our caches, registered with our agent, for peers to read and for us to read into."""
+
+    def __init__(self, caches: PagedCaches, agent: Agent) -> None:
+        """Registers every allocation that a plane lies in; raises what the agent raises."""
+        self.caches = caches
+        storages = {plane.untyped_storage().data_ptr(): plane for plane in caches.planes}
+        self.regions = tuple(storage_region(storages[address]) for address in sorted(storages))
+        self._starts = [region.address for region in self.regions]
+        self._agent_kind = agent.kind
+        for region in self.regions:
+            agent.register(region)
+
+    def region_of(self, plane: torch.Tensor) -> Region:
+        """The allocation that a plane of ours lies in."""
+        return self.regions[bisect_right(self._starts, plane.data_ptr()) - 1]
+
+    def card(self) -> DirectCard | None:
+        """What a peer needs; None if there is nothing to read."""
+        caches = self.caches
+        if not caches.planes:
+            return None
+        first = MappedPlanes.of(caches.planes[:: caches.num_planes])
+        blob = _Blob(
+            addresses=tuple(plane.data_ptr() for plane in caches.planes),
+            shape=first.shape,
+            strides=tuple(plane.stride() for plane in caches.planes[: caches.num_planes]),  # type: ignore[misc]
+            dtype=dtype_name(caches.planes[0]),
+            first_layer=caches.first_layer,
+            groups=caches.groups,
+            memory=self.regions[0].kind,
+            device_id=self.regions[0].device_id,
+        )
+        return DirectCard(kind=KIND, host=self._agent_kind, blob=msgspec.msgpack.encode(blob))
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePlanes:
+    """The planes of a peer, by their addresses there."""
+
+    blob: _Blob
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, card: DirectCard, agent_kind: str, state: CacheState, rank: Rank) -> "RemotePlanes":
+        """CannotMap if this card is not one of ours, or does not fit the state of its rank."""
+        if (card.kind, card.host) != (KIND, agent_kind):
+            raise CannotMap(f"another path: ours={KIND} by {agent_kind}, theirs={card.kind} by {card.host}")
+        try:
+            blob = msgspec.msgpack.decode(card.blob, type=_Blob)
+        except msgspec.DecodeError as error:
+            raise CannotMap(f"the card cannot be read: {error}") from error
+        _check(blob, state, rank)
+        return cls(blob, getattr(torch, blob.dtype))
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """The layer group of each of the peer's layers; none at all if all share one block table."""
+        return self.blob.groups
+
+    @property
+    def num_kinds(self) -> int:
+        """Planes of a layer."""
+        return len(self.blob.strides)
+
+    def planes(self, layers: Span, kind: int) -> MappedPlanes:
+        """The planes of one kind of these global layers."""
+        first = (layers.start - self.blob.first_layer) * self.num_kinds + kind
+        stop = (layers.stop - self.blob.first_layer) * self.num_kinds
+        addresses = self.blob.addresses[first : stop : self.num_kinds]
+        return MappedPlanes(addresses, self.blob.shape, self.blob.strides[kind], self.dtype)
+
+
+def planes_of_kind(caches: PagedCaches, layers: Span, kind: int) -> tuple[torch.Tensor, ...]:
+    """Our planes of one kind (K, V) of these global layers."""
+    return caches.planes_of_layers(layers)[kind :: caches.num_planes]
+
+
+def _check(blob: _Blob, state: CacheState, rank: Rank) -> None:
+    """CannotMap unless the card describes what its owner's CacheState says of the rank."""
+    share = state.share_of(rank)
+    tokens = state.tokens_per_block if state.layout.is_plain else 1
+    head = state.head_size * (1 if state.layout.is_plain else state.tokens_per_block)
+    stated = (len(share.layers) * state.num_planes, share.layers.start, tokens, len(share.heads), head, state.dtype)
+    told = (len(blob.addresses), blob.first_layer, *blob.shape[1:], blob.dtype)
+    if stated != told or len(blob.strides) != state.num_planes or blob.dtype not in ITEM_BYTES:
+        raise CannotMap(f"the card is not of this state: stated={stated}, told={told}")
+    if blob.groups and len(blob.groups) != len(share.layers):
+        raise CannotMap(f"not one group for each layer: layers={len(share.layers)}, told={len(blob.groups)}")
+
+
+def check_dtypes(ours: PagedCaches, theirs: RemotePlanes) -> None:
+    """CallerError unless bytes can move as they are."""
+    if ours.planes[0].dtype != theirs.dtype:
+        raise CallerError(f"element types differ: ours={ours.planes[0].dtype}, theirs={theirs.dtype}")

@@ -1,0 +1,323 @@
+"""Hand-over between pools of two processes over NIXL on a CPU: every path of ours, and one descriptor a block.
+
+In:  sizes of a block's run in KiB, bytes to move, UCX transports ("shm" lets UCX choose, "tcp" allows TCP alone).
+Out: GB/s of each path at each size, `results/transfer.csv`; two JSON lines. The last one: the smallest ratio, over
+     sizes and transports, of the path that is chosen to one NIXL read with a descriptor a block (from lists prepared
+     before, as vLLM's NIXL connector does it). The one before it: the same for blocks of an engine, which are always
+     staged.
+Law: all paths move the same bytes between the same blocks in one run, one after the other, again and again; every
+     result is compared with what the sender holds.
+
+    python tools/bench/transfer.py [--mib 1024] [--sizes 4 32 256] [--transports shm tcp] [--repeats 5]
+"""
+
+import argparse
+import csv
+import json
+import multiprocessing as mp
+import os
+import random
+import secrets
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results" / "transfer.csv"
+NUM_LAYERS, TOKENS, HEAD_SIZE, ITEM = 16, 16, 128, 2
+ROW_KIB = TOKENS * HEAD_SIZE * ITEM // 1024
+"""Of one head of a block; more heads make longer runs."""
+PATHS: dict[str, dict[str, Any]] = {
+    "staged": {},
+    "in place": {"own_blocks": True, "in_place_run_bytes": 1},
+    "chosen": {"own_blocks": True},
+}
+PROMPT = b"k" * 32
+
+
+@dataclass(frozen=True)
+class Row:
+    """The median of one path at one size, in GB/s (10^9 bytes)."""
+
+    commit: str
+    transport: str
+    kib: int
+    path: str
+    gbps: float
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One size: how many heads make a run of it, and how many blocks make the bytes."""
+
+    kib: int
+    num_bytes: int
+
+    @property
+    def num_heads(self) -> int:
+        return self.kib // ROW_KIB
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_bytes // (self.kib * 1024 * 2 * NUM_LAYERS)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * TOKENS
+
+    def state(self) -> Any:
+        from kv_transfer.plan.cache_state import BlockLayout, CacheState, ParallelLayout
+
+        return CacheState(
+            fingerprint="bench",
+            attention="full",
+            dtype="bfloat16",
+            head_size=HEAD_SIZE,
+            num_planes=2,
+            num_layers=NUM_LAYERS,
+            num_kv_heads=self.num_heads,
+            tokens_per_block=TOKENS,
+            layout=BlockLayout("token_major"),
+            parallel=ParallelLayout.even(1, [NUM_LAYERS], self.num_heads),
+        )
+
+
+class Pool:
+    """The cache of one process: [K or V, block, token, head, element] a layer; `blocks` are those of the request."""
+
+    def __init__(self, shape: Shape, seed: int) -> None:
+        import torch
+
+        from kv_transfer.pools import PagedCaches
+
+        self.shape = shape
+        sizes = (2, shape.num_blocks, TOKENS, shape.num_heads, HEAD_SIZE)
+        self.layers = [torch.zeros(sizes, dtype=torch.bfloat16) for _ in range(NUM_LAYERS)]
+        self.blocks = random.Random(seed).sample(range(shape.num_blocks), shape.num_blocks)
+        state = shape.state()
+        self.caches = PagedCaches.of_layers(state.share_of(0), [layer.unbind(0) for layer in self.layers], TOKENS)
+
+    def fill(self) -> None:
+        """What the request holds: other bytes in every token of every block."""
+        for number, content in enumerate(contents(self.shape)):
+            self.layers[number][:, self.blocks] = content
+
+    def clear(self) -> None:
+        for layer in self.layers:
+            layer.zero_()
+
+    def check(self) -> None:
+        for number, content in enumerate(contents(self.shape)):
+            assert self.layers[number][:, self.blocks].equal(content), f"layer {number} is not what was sent"
+
+
+def contents(shape: Shape) -> Any:
+    """The content of each layer, in the order of the request's blocks."""
+    import torch
+
+    generator = torch.Generator().manual_seed(shape.kib)
+    sizes = (2, shape.num_blocks, TOKENS, shape.num_heads, HEAD_SIZE)
+    for _ in range(NUM_LAYERS):
+        yield torch.randint(0, 200, sizes, generator=generator, dtype=torch.uint8).to(torch.bfloat16)
+
+
+class Plain:
+    """NIXL itself: one agent, one descriptor for each block of each plane."""
+
+    def __init__(self, name: str, pool: Pool) -> None:
+        from nixl import _bindings as nixl
+
+        settings = nixl.nixlAgentConfig()
+        settings.useProgThread, settings.useListenThread, settings.pthrDelay = True, False, 1000
+        settings.syncMode, settings.captureTelemetry = nixl.NIXL_THREAD_SYNC_NONE, False
+        self.nixl, self.agent, self.pool = nixl, nixl.nixlAgent(name, settings), pool
+        self.agent.createBackend("UCX", {})
+        regions = [(layer.data_ptr(), layer.nbytes, 0, "") for layer in pool.layers]
+        self.agent.registerMem(nixl.nixlRegDList(nixl.DRAM_SEG, regions), [])
+        self.addresses = [layer.data_ptr() for layer in pool.layers]
+
+    def card(self) -> tuple[bytes, list[int]]:
+        return bytes(self.agent.getLocalMD()), self.addresses
+
+    def meet(self, name: str, blob: bytes, addresses: list[int]) -> None:
+        self.agent.loadRemoteMD(blob)
+        self.ours = self.agent.prepXferDlist(self.nixl.NIXL_INIT_AGENT, self._blocks(self.addresses))
+        self.theirs = self.agent.prepXferDlist(name, self._blocks(addresses))
+
+    def read(self, source_blocks: list[int]) -> None:
+        """All blocks of the request, from theirs to ours."""
+        import numpy as np
+
+        planes = np.arange(2 * NUM_LAYERS)[:, None] * self.pool.shape.num_blocks
+        to, of = ((planes + np.array(blocks)).ravel().astype(np.int32) for blocks in (self.pool.blocks, source_blocks))
+        handle = self.agent.makeXferReq(self.nixl.NIXL_READ, self.ours, to, self.theirs, of, b"", [], False)
+        status = self.agent.postXferReq(handle, b"")
+        while status == self.nixl.NIXL_IN_PROG:
+            time.sleep(0.0005)
+            status = self.agent.getXferStatus(handle)
+        assert status == self.nixl.NIXL_SUCCESS, status
+        self.agent.releaseXferReq(handle)
+
+    def _blocks(self, addresses: list[int]) -> Any:
+        import numpy as np
+
+        size, num = self.pool.shape.kib * 1024, self.pool.shape.num_blocks
+        starts = (np.array(addresses, dtype=np.uint64)[:, None] + np.arange(2 * num, dtype=np.uint64) * size).ravel()
+        table = np.stack([starts, np.full_like(starts, size), np.zeros_like(starts)], axis=1)
+        return self.nixl.nixlXferDList(self.nixl.DRAM_SEG, table)
+
+
+def serve(pipe: Connection, shape: Shape, transport: str) -> None:
+    """The sender: offers its request again and again, until it is told None."""
+    allow(transport)
+    from kv_transfer.instance import InstanceDoor
+    from kv_transfer.orders import BlockTables, Offer
+
+    pool = Pool(shape, seed=1)
+    pool.fill()
+    plain, config = Plain("sender", pool), config_of({"share_in_place": True})
+    transceiver = transceiver_of("sender", config, pool)
+    door = InstanceDoor(config, "sender", "sender")  # type: ignore[arg-type]
+    door.set_cards([transceiver.card])
+    pipe.send((door.address, plain.card(), pool.blocks))
+    while True:
+        if pipe.poll(0.01):
+            if (transfer := pipe.recv()) is None:
+                break
+            door.open_offer(transfer, transfer, PROMPT)
+            tables = BlockTables(shape.num_tokens, (tuple(pool.blocks),))
+            transceiver.offer(Offer(transfer, transfer, PROMPT, tables))
+            pipe.send("offered")
+        for settled in door.poll_settled():
+            transceiver.settle(settled.transfer_id, settled.request_id, settled.reason)
+        transceiver.poll()
+    transceiver.close()
+    door.close()
+
+
+def allow(transport: str) -> None:
+    """Before NIXL is loaded: with TCP alone two processes talk as if on two hosts."""
+    if transport == "tcp":
+        os.environ["UCX_TLS"] = "tcp"
+
+
+def config_of(changes: dict[str, Any]) -> Any:
+    from kv_transfer.config import TransferConfig
+
+    return TransferConfig(request_deadline_s=300.0, lease_s=600.0, **changes)
+
+
+def transceiver_of(name: str, config: Any, pool: Pool) -> Any:
+    from kv_transfer.agent.nixl import nixl_agent
+    from kv_transfer.transceiver import Transceiver
+
+    return Transceiver(config, name, name, 0, pool.shape.state(), pool.caches, nixl_agent())  # type: ignore[arg-type]
+
+
+def measure(shape: Shape, transport: str, repeats: int) -> dict[str, list[float]]:
+    """Seconds of each way, by repetition; this process is the receiver."""
+    from kv_core.spans import Span
+    from kv_transfer.orders import BlockTables, ReceiveOrder
+
+    allow(transport)
+    context = mp.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    sender = context.Process(target=serve, args=(theirs, shape, transport), daemon=True)
+    sender.start()
+    pool = Pool(shape, seed=2)
+    plain = Plain("receiver", pool)
+    ours = {path: transceiver_of(path.replace(" ", "-"), config_of(changes), pool) for path, changes in PATHS.items()}
+    (host, port), card, source_blocks = pipe.recv()
+    plain.meet("sender", *card)
+
+    def receive(path: str) -> None:
+        transfer = secrets.token_hex(16)
+        pipe.send(transfer)
+        pipe.recv()
+        tables = BlockTables(shape.num_tokens, (tuple(pool.blocks),))
+        order = ReceiveOrder(transfer, transfer, PROMPT, Span(0, shape.num_tokens), tables, host, port)  # type: ignore[arg-type]
+        began = time.perf_counter()
+        ours[path].receive(order)
+        while not (received := ours[path].poll().received):
+            time.sleep(0.0005)
+        seconds[path].append(time.perf_counter() - began)
+        assert received[0].ok, received[0].reason
+
+    def read() -> None:
+        began = time.perf_counter()
+        plain.read(source_blocks)
+        seconds["a descriptor a block"].append(time.perf_counter() - began)
+
+    ways: dict[str, Callable[[], None]] = {path: lambda path=path: receive(path) for path in PATHS}  # type: ignore[misc]
+    ways["a descriptor a block"] = read
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for repetition in range(repeats + 1):
+        # Turns change, so that no way always follows the same other one. The first round connects, and is not counted.
+        for way in random.Random(repetition).sample(sorted(ways), len(ways)):
+            pool.clear()
+            ways[way]()
+            pool.check()
+    for transceiver in ours.values():
+        transceiver.close()
+    pipe.send(None)
+    sender.join(30)
+    return {way: found[1:] for way, found in seconds.items()}
+
+
+def measured(pipe: Connection, shape: Shape, transport: str, repeats: int) -> None:
+    """In a process of its own, since UCX reads its settings once."""
+    pipe.send(measure(shape, transport, repeats))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=1024)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[4, 32, 256])
+    parser.add_argument("--transports", nargs="+", default=["shm", "tcp"], choices=["shm", "tcp"])
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    rows, ratios = [], dict[str, dict[str, float]]()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    context = mp.get_context("spawn")
+    for transport in options.transports:
+        for kib in options.sizes:
+            shape = Shape(kib, options.mib << 20)
+            pipe, theirs = context.Pipe()
+            process = context.Process(target=measured, args=(theirs, shape, transport, options.repeats))
+            process.start()
+            theirs.close()
+            seconds = pipe.recv()
+            process.join()
+            # Of each repetition by itself: neighbours in time share the noise of the machine.
+            plain = seconds["a descriptor a block"]
+            for way in PATHS:
+                of_way = [theirs_s / ours_s for ours_s, theirs_s in zip(seconds[way], plain, strict=True)]
+                ratios.setdefault(way, {})[f"{transport} {kib} KiB"] = round(median(of_way), 2)
+            for way, found in seconds.items():
+                gbps = round(shape.num_bytes / median(found) / 1e9, 2)
+                rows.append(Row(commit, transport, kib, way, gbps))
+                print(f"{transport:4} {kib:4} KiB  {way:21} {gbps:6.2f} GB/s", flush=True)
+    keep(rows)
+    for claim, way in (("blocks of an engine are staged", "staged"), ("the path that is chosen", "chosen")):
+        speeds = {f"{row.transport} {row.kib} KiB": row.gbps for row in rows if row.path == way}
+        plain_speeds = {f"{row.transport} {row.kib} KiB": row.gbps for row in rows if row.path.startswith("a ")}
+        line = {"claim": claim, "ours": speeds, "theirs": plain_speeds, "ratio": min(ratios[way].values())}
+        print(json.dumps(line | {"ratios": ratios[way], "unit": "GB/s"}))
+
+
+def keep(rows: list[Row]) -> None:
+    """Append to the CSV file."""
+    is_new = not RESULTS.exists()
+    with RESULTS.open("a", newline="") as file:
+        writer = csv.DictWriter(file, list(asdict(rows[0])))
+        if is_new:
+            writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+
+
+if __name__ == "__main__":
+    main()
