@@ -18,8 +18,6 @@ from typing import Final, TypeVar
 from kv_core.errors import CallerError, CapacityError, FerryError
 from kv_core.ids import Incarnation, InstanceId, Rank
 from kv_transfer.agent.cards import DirectCard
-from kv_transfer.direct.base import CannotMap
-from kv_transfer.in_place.caches import RemotePlanes
 from kv_transfer.peer import Listener, Peer, PeerKey
 from kv_transfer.plan.compatibility import Reason, reasons
 from kv_transfer.protocol import codec
@@ -108,7 +106,9 @@ class Peers:
             self._refuse(peer, "; ".join(map(str, why)))
             return
         self._stop_greeting(peer)
-        peer.is_introduced, peer.direct, peer.planes = True, reply.direct, self._planes_of(peer, reply)
+        peer.is_introduced, peer.direct = True, reply.direct
+        if self._room.shared is not None:
+            peer.planes = self._room.shared.planes_of(reply.in_place, peer.state, peer.key.rank)
         for listener in self._listeners:
             listener.peer_introduced(peer)
 
@@ -258,16 +258,6 @@ class Peers:
             logger.warning("peers are not told how to read our caches: %s", error)
             return self._introduction(HelloReply, direct=None, in_place=None)
         return reply
-
-    def _planes_of(self, peer: Peer, reply: HelloReply) -> RemotePlanes | None:
-        """Where the peer's blocks lie, if we are to read them in place."""
-        if reply.in_place is None or self._room.shared is None or not self._room.config.own_blocks:
-            return None
-        try:
-            return RemotePlanes.of(reply.in_place, self._room.agent.kind, peer.state, peer.key.rank)
-        except CannotMap as error:
-            logger.warning("%s cannot be read in place, its bytes are staged: %s", peer, error)
-            return None
 
     def _introduction(self, kind: type[Introduction], **more: DirectCard | None) -> Introduction:
         return kind(

@@ -102,7 +102,7 @@ class Transceiver:
         try:
             self._card = _card_of(config, rank, state, self._reactor.wire.port, (send, receive), device.type)
             is_shared = config.share_in_place or config.own_blocks
-            shared = SharedCaches(caches, agent) if is_shared and caches.planes else None
+            shared = SharedCaches(caches, agent, are_ours=config.own_blocks) if is_shared and caches.planes else None
             room = Room(
                 config=config,
                 identity=Identity(instance, incarnation, self._card, _prepared(agent, (send, receive), self._reactor)),

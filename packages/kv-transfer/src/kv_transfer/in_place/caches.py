@@ -6,6 +6,7 @@ Law: a card describes planes as they lie. Whatever a peer says is bounded, and c
      byte is read; that its addresses lie in memory it has registered is for the transport to check.
 """
 
+import logging
 from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Annotated, Final
@@ -24,6 +25,8 @@ from kv_transfer.plan.cache_state import CacheState
 from kv_transfer.plan.elements import ITEM_BYTES
 from kv_transfer.pools import PagedCaches, dtype_name
 from kv_transfer.regions import Region, storage_region
+
+logger = logging.getLogger(__name__)
 
 KIND: Final = "in-place"
 
@@ -48,11 +51,12 @@ class _Blob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class SharedCaches:
-    """Our caches, registered with our agent, for peers to read and for us to read into."""
+    """Our caches, registered with our agent, for peers to read and, if they are ours to write, for us to read into."""
 
-    def __init__(self, caches: PagedCaches, agent: Agent) -> None:
+    def __init__(self, caches: PagedCaches, agent: Agent, *, are_ours: bool) -> None:
         """Registers every allocation that a plane lies in; raises what the agent raises."""
         self.caches = caches
+        self._are_ours = are_ours
         storages = {plane.untyped_storage().data_ptr(): plane for plane in caches.planes}
         self.regions = tuple(storage_region(storages[address]) for address in sorted(storages))
         self._starts = [region.address for region in self.regions]
@@ -81,6 +85,16 @@ class SharedCaches:
             device_id=self.regions[0].device_id,
         )
         return DirectCard(kind=KIND, host=self._agent_kind, blob=msgspec.msgpack.encode(blob))
+
+    def planes_of(self, card: DirectCard | None, state: CacheState, rank: Rank) -> "RemotePlanes | None":
+        """Where the planes of a peer lie, this rank of that state; None if we are not to read them in place."""
+        if card is None or not self._are_ours:
+            return None
+        try:
+            return RemotePlanes.of(card, self._agent_kind, state, rank)
+        except CannotMap as error:
+            logger.warning("rank %s of a peer cannot be read in place, its bytes are staged: %s", rank, error)
+            return None
 
 
 @dataclass(frozen=True, slots=True)
