@@ -52,8 +52,10 @@ FAST = TransferConfig(
     chunk_bytes=1024,
     send_arena_bytes=64 * 4096,
     receive_arena_bytes=64 * 4096,
+    stall_s=120.0,
 )
-"""Short pauses, so that tests of repetition are quick; small chunks, so that a transfer has many."""
+"""Short pauses, so that tests of repetition are quick; small chunks, so that a transfer has many. No thread is taken
+for one that hangs because the machine has no time for it."""
 
 
 def state_of(

@@ -60,9 +60,10 @@ class PumpLimits:
 
     max_post_bytes: int = 16 << 20
     max_posts_per_peer: int = 4
-    patience_s: float = 5.0
-    """How long a caller waits for a thread that stays in one call. Far more than a few posts take, far less than a
-    load's deadline: the caller is the reactor, for which everybody waits."""
+    patience_s: float = 10.0
+    """How long a caller waits for a thread that stays in one call. Far more than a few posts take, also on a machine
+    with fifty times more to do than cores; less than a load's deadline: the caller is the reactor, for which everybody
+    waits."""
 
     def __post_init__(self) -> None:
         if self.max_post_bytes < 1 or self.max_posts_per_peer < 1 or self.patience_s <= 0:
