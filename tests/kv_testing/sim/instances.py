@@ -237,9 +237,9 @@ class SimDirect:
         return True
 
     def map(self, card: DirectCard, state: CacheState, rank: Rank) -> SimMapping:
-        process, copier = self.network.mappable[card.blob]
-        if not process.is_alive:
-            raise CannotMap("its owner is dead")
+        process, copier = self.network.mappable.get(card.blob, (None, None))
+        if process is None or not process.is_alive:
+            raise CannotMap("its owner is dead, or never was")
         return SimMapping(self.network, copier)
 
 
