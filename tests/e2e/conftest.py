@@ -39,7 +39,8 @@ def fleet(
 
 def _wanted(item: pytest.Item) -> set[str]:
     """The engines a test will use: those of its pair and the one that answers alone, or those its module names."""
-    if not isinstance(item, pytest.Function) or "fleet" not in item.fixturenames:
+    is_ours = item.path.is_relative_to(Path(__file__).parent)
+    if not is_ours or not isinstance(item, pytest.Function) or "fleet" not in item.fixturenames:
         return set()
     pair = item.callspec.params.get("pair") if hasattr(item, "callspec") else None
     return {*pair, "P1"} if isinstance(pair, tuple) else set(item.module.ENGINES)
