@@ -160,6 +160,19 @@ def test_a_dead_peer_gives_the_blocks_back_after_a_grace():
         d.check_clean()
 
 
+def test_a_load_that_was_read_for_is_not_tried_again():
+    """Its peer is dead, and a newer run might have the prompt; but what the dead one sent may still land."""
+    with pair(config=ALWAYS) as (p, d, hub):
+        _hand_over(p, d, "first")
+        hub.stop(p.agents[0].name)
+        d.order(p, p.offer("lost"), "lost")
+        wait_for(lambda: d.cores[0].loads.receiver.reads._in_place._posted, 10, "the read")
+        (session,) = d.cores[0].loads.receiver._sessions.values()
+        d.ranks[0]._reactor.post(lambda: d.cores[0].peers.dead(session.peer, "a test says so"))
+        assert "is dead: a test says so" in d.outcome("lost", others=[p]).reason
+        d.check_clean()
+
+
 def test_an_abort_ends_a_read():
     with pair(config=ALWAYS) as (p, d, hub):
         _hand_over(p, d, "first")

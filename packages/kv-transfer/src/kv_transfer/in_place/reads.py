@@ -3,8 +3,8 @@
 In:  sessions whose blocks the sender has told; ends of reads (agent).
 Out: for each session one report to the receiver: read, or why not.
 Law: of the reactor's thread. A read holds the gate of its load's blocks from its post to its physical end, and for a
-     grace beyond it if it ended badly: what was on its way may still land. Runs are listed in the copy thread, after
-     whatever still uses the blocks.
+     grace beyond it if it ended badly: what was on its way may still land. So its load is never tried again: what is
+     late could land on what is new. Runs are listed in the copy thread, after whatever still uses the blocks.
 """
 
 from functools import partial
@@ -74,6 +74,7 @@ class InPlaceReads:
             for what in self._copier.reads(session.ask, load.order.tables, holding):
                 movement.extend(_movement_of(what, ours, theirs))
 
+        load.num_scatters += 1
         self._room.copies.submit(run, load.free, partial(self._listed, session, movement), load.gate)
 
     def drop(self, session: ReceiveSession) -> None:
@@ -87,9 +88,8 @@ class InPlaceReads:
         """The agent reports the physical end of a read."""
         session = self._posted.pop(completion.ticket)
         if completion.outcome == "done":
-            session.load.gate.leave()
             self._listener.blocks_read(session)
-            self._listener.read_over(session)
+            self._leave(session)
         else:
             self._room.timers.after_running(LATE_BYTES_GRACE_S, partial(self._leave, session))
             self._listener.read_failed(session, completion.reason)
@@ -97,10 +97,10 @@ class InPlaceReads:
     def _listed(self, session: ReceiveSession, movement: Movement, moved: Moved) -> None:
         if moved.error is not None:
             self._listener.read_failed(session, str(moved.error))
-            self._listener.read_over(session)
+            self._over(session)
             return
         if not session.load.is_open or not session.load.gate.enter():
-            self._listener.read_over(session)
+            self._over(session)
             return
         session.begins_to_move(self._room.timers.clock())
         try:
@@ -114,6 +114,10 @@ class InPlaceReads:
 
     def _leave(self, session: ReceiveSession) -> None:
         session.load.gate.leave()
+        self._over(session)
+
+    def _over(self, session: ReceiveSession) -> None:
+        session.load.num_scatters -= 1
         self._listener.read_over(session)
 
 
