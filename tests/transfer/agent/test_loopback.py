@@ -68,8 +68,10 @@ def test_a_stopped_side_does_not_stop_others(world) -> None:
 
 def test_a_ticket_not_posted_is_withdrawn_and_never_moves(world) -> None:
     world.hub.stop("d")
-    first, second, third = world.write("p"), world.write("p"), world.write("p")
-    time.sleep(0.1)  # one post of the first and one of the second are open, which is the limit
+    # Nothing is posted in between: so one post of the first and one of the second are open, which is the limit.
+    with world.hub.lock:
+        first, second, third = world.write("p"), world.write("p"), world.write("p")
+    wait_for(lambda: len(world.agents["p"]._posts) == 2, what="two open posts")
     assert world.agents["p"].withdraw(third)
     assert not world.agents["p"].withdraw(second)
     assert not world.agents["p"].withdraw(first)
