@@ -69,7 +69,7 @@ def test_a_stopped_side_does_not_stop_others(world) -> None:
 def test_a_ticket_not_posted_is_withdrawn_and_never_moves(world) -> None:
     world.hub.stop("d")
     # Nothing is posted in between: so one post of the first and one of the second are open, which is the limit.
-    with world.hub.lock:
+    with world.agents["p"]._wake:
         first, second, third = world.write("p"), world.write("p"), world.write("p")
     wait_for(lambda: len(world.agents["p"]._posts) == 2, what="two open posts")
     assert world.agents["p"].withdraw(third)
