@@ -15,17 +15,9 @@ from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
 
 from kv_core.errors import CallerError
+from kv_core.spec import ELEMENT_BYTES
 
-ITEM_BYTES: Final = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int8": 1,
-    "uint8": 1,
-}
+ITEM_BYTES: Final = ELEMENT_BYTES
 """Bytes per element of each element type, by its torch name."""
 
 SCALED: Final = frozenset({"float8_e4m3fn", "float8_e5m2"})
