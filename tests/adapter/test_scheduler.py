@@ -75,10 +75,10 @@ def test_asking_again_changes_nothing(scheduler, door):
 def test_a_load_is_ordered_once_and_released_once_all_ranks_are_done(scheduler, door):
     request = decode()
     wanted = scheduler.num_external_tokens(request, 32)
-    scheduler.allocated(request, [4, 9, 5], wanted)
-    scheduler.allocated(request, [4, 9, 5, 6], 0)
+    scheduler.allocated(request, ((4, 9, 5),), wanted)
+    scheduler.allocated(request, ((4, 9, 5, 6),), 0)
     (load,) = scheduler.take_orders().loads
-    assert (load.tokens, load.block_ids, load.host, load.port) == (Span(32, 69), (4, 9, 5), "10.0.0.2", 7000)
+    assert (load.tokens, load.tables, load.host, load.port) == (Span(32, 69), ((4, 9, 5),), "10.0.0.2", 7000)
     assert (load.transfer_id, load.incarnation) == ("ab" * 16, "run-1")
     assert load.prompt_key == request.prompt_key()
     assert scheduler.take_orders().loads == ()
@@ -88,7 +88,7 @@ def test_a_load_is_ordered_once_and_released_once_all_ranks_are_done(scheduler, 
     scheduler.loads_over([request.request_id])
     assert door.releases == [("10.0.0.2", 7000, "ab" * 16, request.prompt_key(), consumer("d1"))]
     assert scheduler.num_external_tokens(request, 0) == 0, "after a failure the engine asks again; it must compute"
-    assert scheduler.finished(request, [4, 9, 5], complete=True) == (False, None)
+    assert scheduler.finished(request, ((4, 9, 5),), complete=True) == (False, None)
     assert len(door.releases) == 1
     assert scheduler.gauges() == {"offers": 0, "loads": 0}
 
@@ -96,7 +96,7 @@ def test_a_load_is_ordered_once_and_released_once_all_ranks_are_done(scheduler, 
 def test_a_prompt_held_here_already_is_released_without_a_load(scheduler, door):
     request = decode(num_tokens=33)
     assert scheduler.num_external_tokens(request, 32) == 0
-    scheduler.allocated(request, [1, 2], 0)
+    scheduler.allocated(request, ((1, 2),), 0)
     assert scheduler.take_orders().loads == ()
     assert len(door.releases) == 1
 
@@ -106,16 +106,16 @@ def test_a_request_that_ends_before_it_got_blocks_releases_the_offer(scheduler, 
     request = decode()
     if matched:
         scheduler.num_external_tokens(request, 0)
-    assert scheduler.finished(request, [], complete=False) == (False, None)
+    assert scheduler.finished(request, ((),), complete=False) == (False, None)
     assert [release[2] for release in door.releases] == ["ab" * 16]
     assert scheduler.take_orders().aborts == ()
 
 
 def test_a_request_that_ends_while_loading_is_aborted_and_released_when_the_workers_are_quiet(scheduler, door):
     request = decode()
-    scheduler.allocated(request, [1, 2, 3], scheduler.num_external_tokens(request, 0))
+    scheduler.allocated(request, ((1, 2, 3),), scheduler.num_external_tokens(request, 0))
     scheduler.take_orders()
-    assert scheduler.finished(request, [1, 2, 3], complete=False) == (False, None)
+    assert scheduler.finished(request, ((1, 2, 3),), complete=False) == (False, None)
     assert scheduler.take_orders().aborts == ("d1",)
     assert door.releases == []
     assert scheduler.gauges()["loads"] == 1
@@ -143,18 +143,18 @@ def test_what_asks_for_no_offer_holds_none(scheduler, door):
 
 def test_a_rejected_request_releases_the_offer_whatever_its_prompt(scheduler, door):
     rejected = FakeRequest(RequestId("x"), [0], OFFER, is_rejected=True)
-    assert scheduler.finished(rejected, [], complete=False) == (False, None)
+    assert scheduler.finished(rejected, ((),), complete=False) == (False, None)
     assert door.releases == [("10.0.0.2", 7000, "ab" * 16, None, consumer("x"))]
 
 
 def test_equal_prompts_wait_for_one_load(scheduler, door):
     first, second, other = decode("a"), decode("b"), decode("c", num_tokens=50)
-    scheduler.allocated(first, [1, 2, 3], scheduler.num_external_tokens(first, 0))
+    scheduler.allocated(first, ((1, 2, 3),), scheduler.num_external_tokens(first, 0))
     assert scheduler.num_external_tokens(second, 0) is None
     assert scheduler.num_external_tokens(other, 0) == 49
     scheduler.loads_over(["a"])
     assert scheduler.num_external_tokens(second, 64) == 0, "its full blocks are a local hit now, the rest is computed"
-    scheduler.allocated(second, [1, 2, 9], 0)
+    scheduler.allocated(second, ((1, 2, 9),), 0)
     assert [release[4] for release in door.releases] == [consumer("a"), consumer("b")]
 
 
@@ -162,13 +162,13 @@ def test_equal_prompts_do_not_wait_without_a_prefix_cache(door):
     identity = Identity(InstanceId("engine"), Incarnation("run-9"), 1, 1)
     scheduler = FerryScheduler(identity, door, lease_s=30, patience_s=60, shares_prefixes=False, **COMMON)
     first, second = decode("a"), decode("b")
-    scheduler.allocated(first, [1, 2, 3], scheduler.num_external_tokens(first, 0) or 0)
+    scheduler.allocated(first, ((1, 2, 3),), scheduler.num_external_tokens(first, 0) or 0)
     assert scheduler.num_external_tokens(second, 0) == 69
 
 
 def test_those_who_waited_for_a_failed_load_compute(scheduler, door):
     first, second = decode("a"), decode("b")
-    scheduler.allocated(first, [1, 2, 3], scheduler.num_external_tokens(first, 0))
+    scheduler.allocated(first, ((1, 2, 3),), scheduler.num_external_tokens(first, 0))
     assert scheduler.num_external_tokens(second, 0) is None
     scheduler.loads_over(["a"], failed={"a"})
     assert scheduler.num_external_tokens(second, 0) == 0
@@ -187,8 +187,8 @@ def test_unusable_parameters_are_computed_here_and_the_field_is_named(scheduler,
     request = decode(params=OFFER | change)
     assert scheduler.num_external_tokens(request, 0) == 0
     assert f"kv_transfer_params.{named}" in caplog.text
-    scheduler.allocated(request, [1, 2, 3], 0)
-    scheduler.finished(request, [1, 2, 3], complete=True)
+    scheduler.allocated(request, ((1, 2, 3),), 0)
+    scheduler.finished(request, ((1, 2, 3),), complete=True)
     assert (door.releases, scheduler.take_orders().loads) == ([], ())
     assert scheduler.take_report() == {
         "counters": {"handovers_refused": 1},
@@ -198,21 +198,21 @@ def test_unusable_parameters_are_computed_here_and_the_field_is_named(scheduler,
 
 def test_block_ids_of_a_client_are_not_read(scheduler):
     request = decode(params=OFFER | {"remote_block_ids": [[99]]})
-    scheduler.allocated(request, [1, 2, 3], scheduler.num_external_tokens(request, 0))
+    scheduler.allocated(request, ((1, 2, 3),), scheduler.num_external_tokens(request, 0))
     (load,) = scheduler.take_orders().loads
-    assert load.block_ids == (1, 2, 3)
+    assert load.tables == ((1, 2, 3),)
 
 
 def test_a_finished_prefill_is_offered_and_kept_until_sent(scheduler, door):
     request = prefill()
-    keep, params = scheduler.finished(request, [3, 4, 5], complete=True)
+    keep, params = scheduler.finished(request, ((3, 4, 5),), complete=True)
     assert keep
     assert params["do_remote_prefill"] is True
     assert params["do_remote_decode"] is False
     assert (params["remote_host"], params["remote_port"]) == ("10.0.0.1", 5600)
     assert (params["remote_block_ids"], params["remote_num_tokens"]) == ([], 70)
     (offer,) = scheduler.take_orders().offers
-    assert (offer.request_id, offer.block_ids, offer.num_tokens) == ("p1", (3, 4, 5), 70)
+    assert (offer.request_id, offer.tables, offer.num_tokens) == ("p1", ((3, 4, 5),), 70)
     assert door.offers == [(params["transfer_id"], "p1", request.prompt_key())]
     door.settled = [Settled(TransferId("f" * 32), RequestId("stranger"), "released"),
                     Settled(params["transfer_id"], RequestId("p1"), "expired")]  # fmt: skip
@@ -224,7 +224,7 @@ def test_a_finished_prefill_is_offered_and_kept_until_sent(scheduler, door):
     assert scheduler.gauges()["offers"] == 0
 
 
-@pytest.mark.parametrize(("blocks", "complete"), [([], True), ([3, 4], False), ([], False)])
+@pytest.mark.parametrize(("blocks", "complete"), [(((),), True), (((3, 4),), False), ((), False)])
 def test_nothing_is_offered_without_blocks_or_without_the_whole_prompt(scheduler, door, blocks, complete):
     assert scheduler.finished(prefill(), blocks, complete=complete) == (False, None)
     assert door.offers == []
@@ -233,18 +233,18 @@ def test_nothing_is_offered_without_blocks_or_without_the_whole_prompt(scheduler
 def test_a_request_without_hand_over_is_none_of_our_business(scheduler, door):
     request = FakeRequest(RequestId("r"), [1, 2, 3])
     assert scheduler.num_external_tokens(request, 0) == 0
-    scheduler.allocated(request, [1], 0)
-    assert scheduler.finished(request, [1], complete=True) == (False, None)
+    scheduler.allocated(request, ((1,),), 0)
+    assert scheduler.finished(request, ((1,),), complete=True) == (False, None)
     assert (door.offers, door.releases) == ([], [])
 
 
 def test_one_client_call_has_one_transfer_id_and_no_two_calls_share_it(scheduler, door, clock):
     names = [("p1", "call-1"), ("p2", "call-1"), ("p3", "call-2")]
-    ids = [scheduler.finished(prefill(name, family=family), [1], complete=True)[1]["transfer_id"]
+    ids = [scheduler.finished(prefill(name, family=family), ((1,),), complete=True)[1]["transfer_id"]
            for name, family in names]  # fmt: skip
     assert ids[0] == ids[1] != ids[2]
     clock[0] += 31
-    later = scheduler.finished(prefill("p4", family="call-1"), [1], complete=True)[1]["transfer_id"]
+    later = scheduler.finished(prefill("p4", family="call-1"), ((1,),), complete=True)[1]["transfer_id"]
     assert later not in ids
     assert all(len(transfer_id) == 32 for transfer_id in ids)
 
@@ -269,22 +269,22 @@ def test_a_worker_in_the_same_process_learns_of_an_offer_at_once(door):
     scheduler = FerryScheduler(
         identity, door, lease_s=30, patience_s=60, shares_prefixes=True, **COMMON, run_now=ran.append
     )
-    scheduler.finished(prefill(), [3, 4, 5], complete=True)
+    scheduler.finished(prefill(), ((3, 4, 5),), complete=True)
     assert [offer.request_id for orders in ran for offer in orders.offers] == ["p1"]
     assert scheduler.take_orders().offers == (), "each order is given once"
 
 
 def test_an_idle_engine_steps_for_orders_not_yet_given(scheduler):
-    scheduler.finished(prefill(), [1], complete=True)
+    scheduler.finished(prefill(), ((1,),), complete=True)
     assert scheduler.has_work()
     scheduler.take_orders()
     assert not scheduler.has_work()
 
 
 def test_what_a_prefill_answers_is_what_a_decode_understands(scheduler, door):
-    _, params = scheduler.finished(prefill(), [3, 4, 5], complete=True)
+    _, params = scheduler.finished(prefill(), ((3, 4, 5),), complete=True)
     request = decode(params=params)
-    scheduler.allocated(request, [7, 8, 9], scheduler.num_external_tokens(request, 0))
+    scheduler.allocated(request, ((7, 8, 9),), scheduler.num_external_tokens(request, 0))
     (load,) = scheduler.take_orders().loads
     assert (load.transfer_id, load.host, load.port) == (params["transfer_id"], "10.0.0.1", 5600)
     assert (load.incarnation, load.prompt_key) == ("run-9", door.offers[0][2])
@@ -292,7 +292,7 @@ def test_what_a_prefill_answers_is_what_a_decode_understands(scheduler, door):
 
 def test_failed_blocks_stand_for_failed_requests_where_the_engine_names_no_others(scheduler, door):
     first, second = decode("a"), decode("b")
-    scheduler.allocated(first, [1, 2, 3], scheduler.num_external_tokens(first, 0))
+    scheduler.allocated(first, ((1, 2, 3),), scheduler.num_external_tokens(first, 0))
     assert scheduler.num_external_tokens(second, 0) is None
     scheduler.loads_over(["a"], failed_blocks={3, 77})
     assert scheduler.num_external_tokens(second, 0) == 0
@@ -301,21 +301,21 @@ def test_failed_blocks_stand_for_failed_requests_where_the_engine_names_no_other
 def test_a_request_that_needs_every_token_computed_loads_none_and_releases(scheduler, door):
     request = decode(needs_every_token=True)
     assert scheduler.num_external_tokens(request, 0) == 0
-    scheduler.allocated(request, [1, 2, 3], 0)
+    scheduler.allocated(request, ((1, 2, 3),), 0)
     assert len(door.releases) == 1
 
 
 def test_the_engine_may_take_fewer_tokens_than_announced(scheduler):
     request = decode()
     scheduler.num_external_tokens(request, 32)
-    scheduler.allocated(request, [1, 2], 32)
+    scheduler.allocated(request, ((1, 2),), 32)
     (load,) = scheduler.take_orders().loads
     assert load.tokens == Span(32, 64)
 
 
 def test_an_id_on_offer_is_not_offered_twice(scheduler, door):
-    assert scheduler.finished(prefill(), [1], complete=True)[0]
-    assert scheduler.finished(prefill(), [2], complete=True) == (False, None)
+    assert scheduler.finished(prefill(), ((1,),), complete=True)[0]
+    assert scheduler.finished(prefill(), ((2,),), complete=True) == (False, None)
     assert len(door.offers) == 1
 
 

@@ -11,6 +11,7 @@ from kv_core.ids import Rank
 from kv_core.spans import Span
 from kv_engine_adapter.metrics import Report
 from kv_transfer.plan.cache_state import Share
+from kv_transfer.plan.ranges import HOLE
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm]
@@ -46,7 +47,7 @@ def test_what_vllms_cpu_op_writes_is_read_as_tokens(isa):
     assert torch.equal(view.caches.planes[0][1], key)
     assert torch.equal(view.caches.planes[1][1], value)
     assert not view.caches.planes[0][0].any()
-    assert view.kernel_blocks([4, 1]) == (4, 1)
+    assert view.kernel_tables(((4, HOLE, 1), (2,))) == ((4, HOLE, 1), (2,))
 
 
 def test_a_drafters_layer_does_not_take_the_place_of_the_models():

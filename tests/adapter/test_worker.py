@@ -64,12 +64,12 @@ def transceiver():
 @pytest.fixture
 def worker(transceiver):
     # Blocks of the scheduler are two blocks of the tensors.
-    halves = lambda ids: tuple(half for block in ids for half in (2 * block, 2 * block + 1))  # noqa: E731
+    halves = lambda tables: tuple(tuple(2 * block + i for block in ids for i in (0, 1)) for ids in tables)  # noqa: E731
     return worker_module.FerryWorker(transceiver, halves, 32)
 
 
 def load(name="d1"):
-    return LoadBlocks(RequestId(name), TRANSFER, KEY, Span(40, 99), (7, 8, 9, 10), "127.0.0.1", 5600, None)
+    return LoadBlocks(RequestId(name), TRANSFER, KEY, Span(40, 99), ((7, 8, 9, 10),), "127.0.0.1", 5600, None)
 
 
 def received(name, ok):
@@ -77,7 +77,7 @@ def received(name, ok):
 
 
 def test_orders_become_calls_and_an_offer_opens_before_it_settles(worker, transceiver):
-    offer = OpenOffer(RequestId("p1"), TRANSFER, KEY, 70, (1, 2, 3))
+    offer = OpenOffer(RequestId("p1"), TRANSFER, KEY, 70, ((1, 2, 3),))
     end = SettleOffer(RequestId("p1"), TRANSFER, "released")
     worker.run(StepOrders((offer,), (end,), (load(),), (RequestId("d0"),)))
     assert [name for name, _ in transceiver.calls] == ["offer", "settle", "receive", "abort"]

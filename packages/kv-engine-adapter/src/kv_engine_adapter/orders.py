@@ -2,6 +2,9 @@
 
 Out: `StepOrders`, picklable, torch-free, travelling inside the engine's own step metadata.
 Law: an order names blocks of this engine only; nothing a client sent is copied into it unchecked.
+
+A request has one block table for each of the model's cache groups, as long as its tokens need; where a window has
+left a block behind, a table has a `kv_transfer.plan.ranges.HOLE`.
 """
 
 from dataclasses import dataclass
@@ -9,6 +12,9 @@ from dataclasses import dataclass
 from kv_core.ids import Incarnation, RequestId, TransferId
 from kv_core.keys import BlockKey
 from kv_core.spans import Span
+
+Tables = tuple[tuple[int, ...], ...]
+"""The scheduler's block ids by cache group, and in a group by ordinal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +25,7 @@ class OpenOffer:
     transfer_id: TransferId
     prompt_key: BlockKey
     num_tokens: int
-    block_ids: tuple[int, ...]
+    tables: Tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +45,7 @@ class LoadBlocks:
     transfer_id: TransferId
     prompt_key: BlockKey
     tokens: Span
-    block_ids: tuple[int, ...]
+    tables: Tables
     host: str
     port: int
     incarnation: Incarnation | None

@@ -13,9 +13,10 @@ import enum
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from hashlib import sha256
+from itertools import chain
 
 from kv_core.errors import CallerError
 from kv_core.ids import Incarnation, InstanceId, RequestId, TransferId
@@ -31,7 +32,7 @@ from kv_engine_adapter.handover import (
 )
 from kv_engine_adapter.known_peers import KnownPeers
 from kv_engine_adapter.metrics import Gauges, Report
-from kv_engine_adapter.orders import LoadBlocks, OpenOffer, SettleOffer, StepOrders
+from kv_engine_adapter.orders import LoadBlocks, OpenOffer, SettleOffer, StepOrders, Tables
 from kv_engine_adapter.ports import Door, RequestView
 from kv_transfer.orders import Errand
 
@@ -53,7 +54,7 @@ class _Load:
     stage: Stage = Stage.MATCHED
     has_waited: bool = False  # for an equal prompt to be loaded
     num_computed: int = 0  # tokens held here when it was last asked
-    block_ids: tuple[int, ...] = ()
+    tables: Tables = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,7 @@ class FerryScheduler:
         # Why: what an equal prompt left to fetch is less than a block, cheaper to compute than to ask for.
         return 0 if load.has_waited and wanted < self._tokens_per_block else wanted
 
-    def allocated(self, request: RequestView, block_ids: Sequence[int], num_external_tokens: int) -> None:
+    def allocated(self, request: RequestView, tables: Tables, num_external_tokens: int) -> None:
         """The engine gave blocks for the tokens we announced, or (0) decided that it needs none of them."""
         load = self._loads.get(request.request_id)
         if load is None or load.stage is not Stage.MATCHED:
@@ -149,14 +150,14 @@ class FerryScheduler:
             return
         assert load.offer is not None, "a refused hand-over is never matched"
         assert load.prompt_key is not None, "a rejected request is never scheduled"
-        load.stage, load.block_ids = Stage.LOADING, tuple(block_ids)
+        load.stage, load.tables = Stage.LOADING, tables
         self._pending.loads.append(
             LoadBlocks(
                 request_id=request.request_id,
                 transfer_id=load.offer.transfer_id,
                 prompt_key=load.prompt_key,
                 tokens=Span(load.num_computed, load.num_computed + num_external_tokens),
-                block_ids=load.block_ids,
+                tables=tables,
                 host=load.offer.host,
                 port=load.offer.port,
                 incarnation=load.offer.incarnation,
@@ -176,11 +177,10 @@ class FerryScheduler:
         """
         for request_id in request_ids:
             load = self._orphans.pop(request_id, None) or self._loads.get(request_id)
-            if load is None or load.stage is not Stage.LOADING:
-                continue
-            self._release(request_id, load)
-            if request_id in failed or not set(failed_blocks).isdisjoint(load.block_ids):
-                self._give_up_waiting(load)
+            if load is not None and load.stage is Stage.LOADING:
+                self._release(request_id, load)
+                if request_id in failed or not set(failed_blocks).isdisjoint(chain(*load.tables)):
+                    self._give_up_waiting(load)
 
     def _give_up_waiting(self, failed: _Load) -> None:
         for request_id, load in self._loads.items():
@@ -229,7 +229,7 @@ class FerryScheduler:
     # -- prefill side --------------------------------------------------------------------------------------------
 
     def finished(
-        self, request: RequestView, block_ids: Sequence[int], *, complete: bool
+        self, request: RequestView, tables: Tables, *, complete: bool
     ) -> tuple[bool, dict[str, object] | None]:
         """A request ended, `complete` if with its whole prompt computed. Answers (keep blocks, tell the client).
 
@@ -240,9 +240,9 @@ class FerryScheduler:
         if load is not None:
             self._forsake(request.request_id, load)
             return False, None
-        if not wants_offer(request.params) or not complete or not block_ids:
+        if not wants_offer(request.params) or not complete or not any(tables):
             return False, None
-        return self._offer(request, block_ids)
+        return self._offer(request, tables)
 
     def _forsake(self, request_id: RequestId, load: _Load) -> None:
         """A decode request ended: stop what still runs for it; the offer is released once the workers are quiet."""
@@ -252,7 +252,7 @@ class FerryScheduler:
             self._pending.aborts.append(request_id)
             self._orphans[request_id] = load
 
-    def _offer(self, request: RequestView, block_ids: Sequence[int]) -> tuple[bool, dict[str, object] | None]:
+    def _offer(self, request: RequestView, tables: Tables) -> tuple[bool, dict[str, object] | None]:
         prompt_key = request.prompt_key()
         if isinstance(prompt_key, str):
             logger.warning("kvferry: request %s is not offered: %s", request.request_id, prompt_key)
@@ -264,7 +264,7 @@ class FerryScheduler:
         self._offered[request.request_id] = transfer_id
         self._door.open_offer(transfer_id, request.request_id, prompt_key, self._lease_s)
         self._pending.offers.append(
-            OpenOffer(request.request_id, transfer_id, prompt_key, request.num_prompt_tokens, tuple(block_ids))
+            OpenOffer(request.request_id, transfer_id, prompt_key, request.num_prompt_tokens, tables)
         )
         if self._run_now is not None:
             self._run_now(self.take_orders())

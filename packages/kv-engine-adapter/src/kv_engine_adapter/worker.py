@@ -6,19 +6,20 @@ Law: nothing here waits; a request that failed is reported as received too, beca
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kv_core.ids import RequestId
 from kv_engine_adapter.metrics import Report, Samples, counters_of, joined, samples_of
-from kv_engine_adapter.orders import LoadBlocks, StepOrders
+from kv_engine_adapter.orders import LoadBlocks, StepOrders, Tables
 from kv_transfer.orders import BlockTables, Offer, Received, ReceiveOrder
+from kv_transfer.plan.ranges import HOLE
 from kv_transfer.protocol.messages import RankCard
 from kv_transfer.transceiver import Transceiver
 
 logger = logging.getLogger(__name__)
 
-Blocks = Callable[[Sequence[int]], tuple[int, ...]]
+KernelTables = Callable[[Tables], Tables]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +34,13 @@ class Ended:
 class FerryWorker:
     """One rank's half of the connector."""
 
-    def __init__(self, transceiver: Transceiver, kernel_blocks: Blocks, tokens_per_block: int) -> None:
-        """`kernel_blocks` turns the scheduler's block ids into those of the tensors, which may be cut finer.
+    def __init__(self, transceiver: Transceiver, kernel_tables: KernelTables, tokens_per_block: int) -> None:
+        """`kernel_tables` turns the scheduler's tables into those of the tensors, which may be cut finer.
 
         `tokens_per_block` is the scheduler's.
         """
         self._transceiver = transceiver
-        self._kernel_blocks = kernel_blocks
+        self._kernel_tables = kernel_tables
         self._tokens_per_block = tokens_per_block
         self._loading: dict[RequestId, LoadBlocks] = {}
         self._failed_blocks: set[int] = set()
@@ -60,7 +61,7 @@ class FerryWorker:
                     transfer_id=offer.transfer_id,
                     request_id=offer.request_id,
                     prompt_key=offer.prompt_key,
-                    tables=BlockTables(offer.num_tokens, (self._kernel_blocks(offer.block_ids),)),
+                    tables=BlockTables(offer.num_tokens, self._kernel_tables(offer.tables)),
                 )
             )
         for end in orders.settled:
@@ -123,7 +124,7 @@ class FerryWorker:
                 transfer_id=load.transfer_id,
                 prompt_key=load.prompt_key,
                 tokens=load.tokens,
-                tables=BlockTables(load.tokens.stop, (self._kernel_blocks(load.block_ids),)),
+                tables=BlockTables(load.tokens.stop, self._kernel_tables(load.tables)),
                 host=load.host,
                 port=load.port,
                 incarnation=load.incarnation,
@@ -146,7 +147,8 @@ class FerryWorker:
                 received.request_id, load.host, load.port, received.reason,
             )  # fmt: skip
             self._count("loads_failed", 1)
-            self._failed_blocks.update(load.block_ids[i] for i in load.tokens.blocks(self._tokens_per_block))
+            wanted = load.tokens.blocks(self._tokens_per_block)
+            self._failed_blocks.update(table[i] for table in load.tables for i in wanted if table[i] != HOLE)
         self._count("bytes_received", received.num_bytes)
 
     def _count(self, name: str, value: float) -> None:

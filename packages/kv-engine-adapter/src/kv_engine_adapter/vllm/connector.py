@@ -18,7 +18,7 @@ from kv_core.errors import CallerError
 from kv_engine_adapter.orders import StepOrders
 from kv_engine_adapter.vllm import compat, setup
 from kv_engine_adapter.vllm.stats import FerryPromMetrics, FerryStats, own_report
-from kv_engine_adapter.vllm.translate import RequestView
+from kv_engine_adapter.vllm.translate import RequestView, block_tables
 
 if TYPE_CHECKING:
     import torch
@@ -99,8 +99,8 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
         return wanted, bool(wanted)
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
-        (block_ids,) = blocks.get_block_ids()
-        self._scheduling.allocated(RequestView(request), block_ids, num_external_tokens)
+        tables = block_tables(blocks.get_block_ids())
+        self._scheduling.allocated(RequestView(request), tables, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         return FerryMetadata(self._scheduling.take_orders())
@@ -117,14 +117,13 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
         return self._scheduler is not None and self._scheduler.has_work()
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        complete = setup.prefill_is_complete(request)
-        return self._scheduling.finished(RequestView(request), block_ids, complete=complete)
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        (only_group,) = block_ids
-        return self.request_finished(request, only_group)
+        complete = setup.prefill_is_complete(request)
+        return self._scheduling.finished(RequestView(request), block_tables(block_ids), complete=complete)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
         self.set_xfer_handshake_metadata_pp_aware({(0, rank): meta for rank, meta in metadata.items()})

@@ -114,7 +114,7 @@ class WorkerSetup:
             None if hooks is None else OrderedFaults(hooks, state),
             cuda_door(view.caches),
         )
-        return FerryWorker(transceiver, view.kernel_blocks, self._spec.block_size), incarnation
+        return FerryWorker(transceiver, view.kernel_tables, self._spec.block_size), incarnation
 
 
 def log_like_vllm() -> None:

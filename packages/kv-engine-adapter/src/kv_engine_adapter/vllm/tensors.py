@@ -11,12 +11,14 @@ Seen (shapes as registered; B blocks, T tokens a block, H heads, D head size):
     GPU, 0.27 and later                    [B, H, T, 2D], K and V of a token side by side
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kv_core.errors import CallerError
+from kv_engine_adapter.orders import Tables
 from kv_transfer.plan.cache_state import PLAIN, BlockLayout, Share
+from kv_transfer.plan.ranges import HOLE
 from kv_transfer.pools import PagedCaches, dtype_name, planes_of
 
 if TYPE_CHECKING:
@@ -40,11 +42,13 @@ class EngineCaches:
         planes = self.caches.planes
         return planes[0].device if planes and planes[0].is_cuda else None
 
-    @property
-    def kernel_blocks(self) -> Callable[[Sequence[int]], tuple[int, ...]]:
-        """The scheduler's block ids as those of the tensors, in the same order of tokens."""
+    def kernel_tables(self, tables: Tables) -> Tables:
+        """The scheduler's block tables as those of the tensors, in the same order of tokens; holes stay holes."""
         ratio = self.blocks_per_logical
-        return lambda ids: tuple(block * ratio + part for block in ids for part in range(ratio))
+        return tuple(
+            tuple(HOLE if block == HOLE else block * ratio + part for block in table for part in range(ratio))
+            for table in tables
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ Law: nothing here keeps a vLLM object longer than the call, except the view of a
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,9 @@ from kv_core.ids import RequestId
 from kv_core.keys import BlockKey, Scope, prompt_key
 from kv_core.spans import Span
 from kv_engine_adapter.fingerprint import model_fingerprint, read_config
+from kv_engine_adapter.orders import Tables
 from kv_transfer.plan.cache_state import ParallelLayout
+from kv_transfer.plan.ranges import HOLE
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -28,6 +30,11 @@ if TYPE_CHECKING:
 _CHILD = re.compile(r"^\d+_")
 _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 _PROMPT_ORDINAL = re.compile(r"^(cmpl-.+)-\d+$")
+
+
+def block_tables(block_ids: Sequence[Sequence[int]]) -> Tables:
+    """vLLM's block ids by group as our tables: its block 0 holds nothing, and stands where a window has moved on."""
+    return tuple(tuple(block or HOLE for block in table) for table in block_ids)
 
 
 @dataclass(frozen=True, slots=True)
