@@ -25,7 +25,7 @@ from kv_core.stats import ManagerStats
 from kv_core.tiers import Tier
 from kv_transfer.block_pools import BlockPools
 from kv_transfer.copy_engine import CopyEngine
-from kv_transfer.slot_files import FileCalls
+from kv_transfer.file_mover import FileCalls, PlainFiles
 from paged_engine.engine import PagedEngine, Totals
 from paged_engine.generation import Answer
 from paged_engine.judging import Verdict, judge
@@ -116,7 +116,7 @@ def engine_of(
     )
     config = scenario.config
     pools = BlockPools(
-        cache_pools(spec), config.windows, device=model.device, directory=directory, calls=scenario.calls()
+        cache_pools(spec), config.windows, device=model.device, directory=directory, mover=PlainFiles(scenario.calls())
     )
     copies = CopyEngine(pools, num_workers=scenario.num_copy_workers)
     manager = KVCacheManager(config)

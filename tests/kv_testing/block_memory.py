@@ -16,7 +16,7 @@ from kv_core.layout import IndexSpec, PoolShape, cache_pools
 from kv_core.spec import CacheSpec, LayerSpec
 from kv_core.tiers import CopyOrder, Place, Tier
 from kv_transfer.block_pools import BlockPools
-from kv_transfer.slot_files import FileCalls
+from kv_transfer.file_mover import FileMover
 
 TOKENS_PER_BLOCK = 4
 WINDOWS = (WindowConfig(8, 4, 3, 3), WindowConfig(64, 5, 2, 2))
@@ -44,11 +44,14 @@ def full_pools(
     directory: Path | None,
     *,
     device: str = "cpu",
-    calls: FileCalls | None = None,
+    mover: FileMover | None = None,
+    checksum: bool = True,
     windows: tuple[WindowConfig, ...] = WINDOWS,
 ) -> BlockPools:
     """Pools whose every byte in memory is random, from a fixed seed."""
-    pools = BlockPools(tuple(shapes), windows, device=torch.device(device), directory=directory, calls=calls)
+    pools = BlockPools(
+        tuple(shapes), windows, device=torch.device(device), directory=directory, mover=mover, checksum=checksum
+    )
     generator = torch.Generator().manual_seed(0)
     for pool in pools.pools:
         for tensor in [pool.device, *([] if pool.host is None else [pool.host])]:

@@ -7,11 +7,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from kv_core.tiers import CopyLog, Place, Tier
 from kv_testing.block_memory import WINDOWS, Memory, content_of, full_pools, plain_shapes
 from kv_transfer.copy_engine import CopyEngine
-from kv_transfer.slot_files import FileCalls, ProcessDirectory, SlotFiles
+from kv_transfer.file_mover import FileCalls, PlainFiles
+from kv_transfer.slot_files import ProcessDirectory, SlotFiles
 
 DEVICE, HOST, DISK = (lambda slot, tier=tier: Place(8, tier, slot) for tier in Tier)
 
@@ -22,7 +24,7 @@ class Bench:
     def __init__(self, directory, num_workers=0):
         self.write, self.read_into = os.write, FileCalls().read_into
         calls = FileCalls(lambda *call: self.write(*call), lambda *call: self.read_into(*call))
-        self.pools = full_pools(plain_shapes(), directory, calls=calls)
+        self.pools = full_pools(plain_shapes(), directory, mover=PlainFiles(calls))
         self.memory = Memory(self.pools)
         self.engine = CopyEngine(self.pools, num_workers=num_workers)
         self.log = CopyLog()
@@ -180,9 +182,9 @@ def test_files_have_an_identity_of_their_own(tmp_path):
 
 def test_rewriting_a_slot_leaves_one_file_of_the_right_length(tmp_path):
     root = ProcessDirectory(tmp_path)
-    files = SlotFiles(root, 8, 0, 100, FileCalls())
+    files = SlotFiles(root, 8, 0, 100, PlainFiles())
     for byte in range(3):
-        files.write(5, memoryview(bytes([byte]) * 100))
+        files.write(5, torch.full((100,), byte, dtype=torch.uint8))
     assert files.path_of(5).read_bytes() == bytes([2]) * 100
     assert len(list(files.folder.iterdir())) == 1
     root.close()
@@ -191,9 +193,10 @@ def test_rewriting_a_slot_leaves_one_file_of_the_right_length(tmp_path):
 
 def test_what_a_dead_process_left_is_removed_and_what_a_living_one_has_is_not(tmp_path):
     leave = (
-        "import os, sys; from pathlib import Path; from kv_transfer.slot_files import *;"
+        "import os, sys, torch; from pathlib import Path; from kv_transfer.slot_files import *;"
+        "from kv_transfer.file_mover import PlainFiles;"
         "root = ProcessDirectory(Path(sys.argv[1]));"
-        "SlotFiles(root, 8, 0, 4, FileCalls()).write(0, memoryview(b'left'));"
+        "SlotFiles(root, 8, 0, 4, PlainFiles()).write(0, torch.zeros(4, dtype=torch.uint8));"
         "os._exit(0)"
     )
     subprocess.run([sys.executable, "-c", leave, str(tmp_path)], check=True)

@@ -5,15 +5,20 @@ from random import Random
 import pytest
 import torch
 
+from kv_core.config import WindowConfig
 from kv_core.tiers import CopyLog, Place, Tier
 from kv_testing.block_memory import WINDOWS, Memory, full_pools, plain_shapes
 from kv_transfer.copy_engine import CopyEngine
+from kv_transfer.device_memory import free_bytes, trim
+from kv_transfer.files import FilesConfig, open_mover
+from kv_transfer.pool_tables import allocated_bytes
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 
+LARGE = (WindowConfig(8, 400_000), WindowConfig(64, 400_000))
 PLACES = [
     Place(window.window, tier, slot) for window in WINDOWS for tier in Tier for slot in range(window.num_blocks[tier])
 ]
@@ -67,5 +72,37 @@ def test_copies_wait_for_the_model_and_the_model_for_copies(tmp_path):
     assert pool.host is not None
     assert pool.host.is_pinned()
     assert pool.host[1].eq(3.0).all()
+    engine.close()
+    pools.close()
+
+
+def test_closed_pools_give_the_device_its_memory_back(tmp_path):
+    device = torch.device("cuda", torch.cuda.current_device())
+    trim(device)
+    before = torch.cuda.mem_get_info(device)[0]
+    pools = full_pools(plain_shapes(), tmp_path, device="cuda", windows=LARGE)
+    taken = allocated_bytes(pools)[Tier.DEVICE]
+    assert taken > 200 << 20
+    assert before - free_bytes(device) >= taken
+    pools.close()
+    assert abs(before - torch.cuda.mem_get_info(device)[0]) < taken // 8
+
+
+@pytest.mark.parametrize("way", ["posix", "gds"])
+def test_every_way_to_files_that_works_here_brings_device_blocks_back(tmp_path, way):
+    """Where GDS does not work, plain files took its place: the bytes are the same."""
+    mover = open_mover(FilesConfig(way=way), tmp_path, torch.device("cuda", 0))
+    pools = full_pools(plain_shapes(), tmp_path, device="cuda", mover=mover)
+    memory, engine, log = Memory(pools), CopyEngine(pools, num_workers=1), CopyLog()
+    for slot, other in ((0, 1), (2, 3)):
+        log.copy(Place(8, Tier.DEVICE, slot), Place(8, Tier.DISK, slot), 4)
+        log.copy(Place(8, Tier.DISK, slot), Place(8, Tier.DEVICE, other), 4)
+    orders = log.take()
+    engine.submit(orders)
+    for order in orders:
+        memory.apply(order)
+    assert engine.wait(60).misses == ()
+    torch.cuda.synchronize()
+    assert memory.differs(pools) == []
     engine.close()
     pools.close()

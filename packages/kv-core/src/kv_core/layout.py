@@ -106,12 +106,12 @@ def cache_pools(spec: CacheSpec, *, fp4: bool = False, index: IndexSpec | None =
     return tuple(pools)
 
 
-def layer_positions(pools: Sequence[PoolShape]) -> tuple[PoolPosition, ...]:
-    """For each layer, in order of their numbers, its pool of keys and values."""
+def layer_positions(pools: Sequence[PoolShape], kind: PoolKind = PoolKind.KV) -> tuple[PoolPosition, ...]:
+    """For each layer, in order of their numbers, its pool of this kind; nothing at all if there is no such pool."""
     found = {
         layer: PoolPosition(number, at)
         for number, pool in enumerate(pools)
-        if pool.kind is PoolKind.KV
+        if pool.kind is kind
         for at, layer in enumerate(pool.layers)
     }
     return tuple(found[layer] for layer in sorted(found))

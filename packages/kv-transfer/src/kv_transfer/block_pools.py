@@ -25,7 +25,9 @@ from kv_core.config import WindowConfig
 from kv_core.errors import CallerError
 from kv_core.layout import PoolKind, PoolPosition, PoolShape, layer_positions
 from kv_core.tiers import Tier
-from kv_transfer.slot_files import FileCalls, ProcessDirectory, SlotFiles
+from kv_transfer.device_memory import trim
+from kv_transfer.file_mover import FileMover, PlainFiles
+from kv_transfer.slot_files import ProcessDirectory, SlotFiles, Sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +77,21 @@ class BlockPools:
         *,
         device: torch.device,
         directory: Path | None = None,
-        calls: FileCalls | None = None,
+        mover: FileMover | None = None,
+        checksum: bool = True,
     ) -> None:
         """`windows` are those of the manager's configuration; layers that read more than the largest belong to it.
 
-        `directory` holds the disk tier, if a window has one. All memory is zeroed.
+        `directory` holds the disk tier, if a window has one; `mover` moves its bytes (`files.open_mover`; plain files
+        if None) and is closed with the pools. With `checksum` a file whose bytes have changed is a file that fails.
+        All memory is zeroed.
         """
         self.device = device
         self._root = _root(windows, directory)
-        self._positions = layer_positions(shapes)
-        self.pools = tuple(
-            self._make(number, shape, windows, calls or FileCalls()) for number, shape in enumerate(shapes)
-        )
+        self._mover = mover or PlainFiles()
+        self._sums = Sums() if checksum else None
+        self._positions = {kind: layer_positions(shapes, kind) for kind in PoolKind}
+        self.pools = tuple(self._make(number, shape, windows) for number, shape in enumerate(shapes))
         self.windows = {
             config.window: WindowPools(
                 config, tuple(pool for pool in self.pools if _home(pool.shape, windows) == config)
@@ -101,33 +106,56 @@ class BlockPools:
         """Where the files are, below the directory that was given."""
         return self._root.path if self._root else None
 
-    def position(self, layer: int) -> PoolPosition:
-        """The pool of a layer's keys and values, and which of its layers this is."""
-        return self._positions[layer]
+    def position(self, layer: int, kind: PoolKind = PoolKind.KV) -> PoolPosition:
+        """The pool of a layer's keys and values (or scales, or index keys), and which of its layers this is.
+
+        CallerError if there is none of this kind.
+        """
+        if not self._positions[kind]:
+            raise CallerError(
+                f"no such pools: kind={kind.value}, ours={[pool.shape.kind.value for pool in self.pools]}"
+            )
+        return self._positions[kind][layer]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._positions[PoolKind.KV])
 
     def window_of(self, layer: int) -> int:
         """The manager's window whose slots index the planes of a layer."""
-        pool = self.pools[self.position(layer).pool]
-        return next(window for window, pools in self.windows.items() if pool in pools.pools)
+        return self.config_of(self.pools[self.position(layer).pool]).window
 
-    def planes(self, layer: int) -> tuple[Tensor, ...]:
+    def config_of(self, pool: Pool) -> WindowConfig:
+        """The manager's window that a pool belongs to."""
+        return next(found.config for found in self.windows.values() if pool in found.pools)
+
+    def planes(self, layer: int, kind: PoolKind = PoolKind.KV) -> tuple[Tensor, ...]:
         """The planes of a layer on the device, each [B, T, H, D]; views of the pool."""
-        number, ordinal = self.position(layer)
+        number, ordinal = self.position(layer, kind)
         return tuple(plane.transpose(1, 2) for plane in self.pools[number].device[:, ordinal].unbind(1))
 
     def close(self) -> None:
-        """Remove the files of the disk tier. Idempotent."""
+        """Remove the files of the disk tier, forget the tensors, and give the device what nobody holds. Idempotent.
+
+        Copies have ended before: `CopyEngine.close`.
+        """
+        self._mover.close()
         if self._root:
             self._root.close()
+        self.pools, self.windows = (), {}
+        trim(self.device)
 
-    def _make(self, number: int, shape: PoolShape, windows: Sequence[WindowConfig], calls: FileCalls) -> Pool:
+    def _make(self, number: int, shape: PoolShape, windows: Sequence[WindowConfig]) -> Pool:
         config = _home(shape, windows)
+        device = _tensor(shape, config.num_device, self.device)
         files = None
         if config.num_disk and self._root:
-            files = SlotFiles(self._root, config.window, number, shape.bytes_per_block, calls)
+            files = SlotFiles(self._root, config.window, number, shape.bytes_per_block, self._mover, self._sums)
+            if self._mover.reaches(self.device):
+                self._mover.keep(device.view(-1).view(torch.uint8))
         pinned = self.device.type == "cuda"
         host = _tensor(shape, config.num_host, torch.device("cpu"), pinned=pinned) if config.num_host else None
-        return Pool(shape, _tensor(shape, config.num_device, self.device), host, files)
+        return Pool(shape, device, host, files)
 
 
 def _root(windows: Sequence[WindowConfig], directory: Path | None) -> ProcessDirectory | None:

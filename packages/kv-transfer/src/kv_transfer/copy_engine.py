@@ -29,6 +29,7 @@ from kv_core.tiers import CopyOrder, Place, Tier
 from kv_transfer.block_pools import BlockPools
 from kv_transfer.copy_queue import CopyQueue
 from kv_transfer.slot_copier import SlotCopier
+from kv_transfer.slot_files import Corrupt
 from kv_transfer.threads import leave_pinned_core
 
 
@@ -51,6 +52,14 @@ class Progress(NamedTuple):
     lost: tuple[Place, ...]
 
 
+class CopyTotals(NamedTuple):
+    """Orders since the engine began: all that ended, those that missed, and misses because a file had changed."""
+
+    num_ended: int = 0
+    num_missed: int = 0
+    num_corrupt: int = 0
+
+
 class CopyEngine:
     """Copies over the pools of one manager, in the caller's thread (`num_workers` 0) or in threads of its own.
 
@@ -62,6 +71,7 @@ class CopyEngine:
         self._copier = SlotCopier(pools)
         self._queue = CopyQueue()
         self._misses: list[Miss] = []
+        self._totals = CopyTotals()
         self._lost: set[Place] = set()
         self._untold: set[Place] = set()
         self._error: Exception | None = None
@@ -110,6 +120,12 @@ class CopyEngine:
             self._streams.join()
             return self._progress()
 
+    @property
+    def totals(self) -> CopyTotals:
+        """What has happened so far."""
+        with self._changed:
+            return self._totals
+
     def close(self) -> None:
         """End the threads; orders that have not begun are dropped. Idempotent."""
         with self._changed:
@@ -150,32 +166,35 @@ class CopyEngine:
             source_is_lost = order is not None and order.source in self._lost
         if order is None:
             return False
-        reason = "its source was lost before" if source_is_lost else self._attempt(order)
+        failure = OSError("its source was lost before") if source_is_lost else self._attempt(order)
         with self._changed:
-            self._note(order, reason)
+            self._note(order, failure)
             self._queue.end(order.order_id)
             self._changed.notify_all()
         return True
 
-    def _attempt(self, order: CopyOrder) -> str | None:
+    def _attempt(self, order: CopyOrder) -> OSError | None:
         """Why the copy failed; None if it did not."""
         try:
             with self._streams.on_own():
                 self._copier.copy(order)
         except OSError as error:
-            return str(error)
+            return error
         except Exception as error:
             if not self._workers:
                 raise
             self._error = error
         return None
 
-    def _note(self, order: CopyOrder, reason: str | None) -> None:
-        if reason is None:
+    def _note(self, order: CopyOrder, failure: OSError | None) -> None:
+        ended, missed, corrupt = self._totals
+        corrupt += isinstance(failure, Corrupt)
+        self._totals = CopyTotals(ended + 1, missed + (failure is not None), corrupt)
+        if failure is None:
             self._lost.discard(order.destination)
             self._untold.discard(order.destination)
             return
-        self._misses.append(Miss(order, reason))
+        self._misses.append(Miss(order, str(failure)))
         self._lost.add(order.destination)
         self._untold.add(order.destination)
 

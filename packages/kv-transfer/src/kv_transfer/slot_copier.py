@@ -9,8 +9,6 @@ Law: what lies behind these tokens in a tensor stays as it was; files always hol
 Bytes are moved, never converted.
 """
 
-import ctypes
-
 import torch
 from torch import Tensor
 
@@ -38,17 +36,24 @@ class SlotCopier:
             _copy_tokens(_slot(pool, source), _slot(pool, destination), num_tokens)
             return
         self._wait_for_stream()
-        content = self._in_host_memory(pool, source)
         if destination.tier is Tier.DISK:
-            pool.disk.write(destination.slot, _bytes(content))
-            return
-        _copy_tokens(content, _slot(pool, destination), num_tokens)
-        self._wait_for_stream()
+            pool.disk.write(destination.slot, _bytes(self._reachable(pool, source)))
+        elif num_tokens == pool.shape.tokens_per_block and pool.disk.mover.reaches(
+            pool.tensor(destination.tier).device
+        ):
+            pool.disk.read(source.slot, _bytes(_slot(pool, destination)))
+        else:
+            _copy_tokens(self._from_file(pool, source), _slot(pool, destination), num_tokens)
+            self._wait_for_stream()
 
-    def _in_host_memory(self, pool: Pool, place: Place) -> Tensor:
-        """A slot's whole content: the slot itself if it lies in host memory, else a copy."""
-        if place.tier is not Tier.DISK:
-            return _slot(pool, place).cpu()
+    def _reachable(self, pool: Pool, place: Place) -> Tensor:
+        """A slot's whole content: the slot itself if it can be moved to a file from where it is, else a copy."""
+        if place.tier is Tier.DISK:
+            return self._from_file(pool, place)
+        slot = _slot(pool, place)
+        return slot if pool.disk.mover.reaches(slot.device) else slot.cpu()
+
+    def _from_file(self, pool: Pool, place: Place) -> Tensor:
         content = torch.empty_like(pool.device[0], device="cpu")
         pool.disk.read(place.slot, _bytes(content))
         return content
@@ -82,7 +87,7 @@ def _copy_tokens(source: Tensor, destination: Tensor, num_tokens: int) -> None:
     destination[..., :num_tokens, :].copy_(source.to(destination.device)[..., :num_tokens, :])
 
 
-def _bytes(slot: Tensor) -> memoryview:
-    """The memory of a contiguous host tensor, which the caller keeps alive."""
+def _bytes(slot: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as uint8 [n], a view."""
     assert slot.is_contiguous(), "law: a slot is one run of memory"
-    return memoryview((ctypes.c_uint8 * slot.nbytes).from_address(slot.data_ptr())).cast("B")
+    return slot.view(-1).view(torch.uint8)

@@ -3,7 +3,8 @@
 In:  a directory that may be shared by processes and hosts, bytes of a slot.
 Out: one file for each (window, pool, slot) that was written, below a directory that only this process uses.
 Law: a file that exists is whole: it is written beside its place, then renamed. Writing a slot removes what it held
-     before, so that a failed write leaves nothing instead of something old (core spec D11, D58). `close` removes all.
+     before, so that a failed write leaves nothing instead of something old (core spec D11, D58). At most one file is
+     open for each thread that writes or reads. `close` removes all.
 
     <directory>/kv-blocks-<pid>-<random>/lock                                    locked as long as the process lives
                                         /window-<window>/pool-<pool>/slot-<slot>
@@ -16,22 +17,34 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from torch import Tensor
+
+from kv_transfer.checksum import Summer
+from kv_transfer.file_mover import FileMover
 
 _PREFIX: Final = "kv-blocks-"
 _UNBORN: Final = ".new-" + _PREFIX
 
 
-@dataclass(frozen=True, slots=True)
-class FileCalls:
-    """The two calls that move bytes. Both may move fewer than asked for; tests make them fail."""
+class Corrupt(OSError):
+    """A file holds as many bytes as it should, but others."""
 
-    write: Callable[[int, memoryview], int] = os.write
-    read_into: Callable[[int, memoryview], int] = lambda file, buffer: os.readv(file, [buffer])
+
+class Sums(threading.local):
+    """Computes checksums; shared by the files of one manager, with weights of its own for each thread."""
+
+    def __init__(self) -> None:
+        self._summer = Summer()
+
+    def of(self, content: Tensor) -> int:
+        """The checksum of uint8 [n], wherever it begins."""
+        return self._summer.checksum(content if content.storage_offset() % 8 == 0 else content.clone())
 
 
 class ProcessDirectory:
@@ -55,53 +68,67 @@ class ProcessDirectory:
 
 
 class SlotFiles:
-    """The files of one pool of one window, each of `num_bytes` bytes. Two threads never use one slot at once."""
+    """The files of one pool of one window, each of `num_bytes` bytes. Two threads never use one slot at once.
 
-    def __init__(self, root: ProcessDirectory, window: int, pool: int, num_bytes: int, calls: FileCalls) -> None:
+    With `sums` the bytes that are read are compared with those that were written.
+    """
+
+    def __init__(
+        self,
+        root: ProcessDirectory,
+        window: int,
+        pool: int,
+        num_bytes: int,
+        mover: FileMover,
+        sums: Sums | None = None,
+    ) -> None:
         self.folder = root.path / f"window-{window}" / f"pool-{pool}"
         self.folder.mkdir(parents=True)
+        self.mover = mover
         self._num_bytes = num_bytes
-        self._calls = calls
+        self._sums = sums
+        self._written: dict[int, int] = {}
 
-    def write(self, slot: int, content: memoryview) -> None:
-        """Replace what the slot holds. OSError if that fails; the slot then holds nothing."""
-        self._check_length(len(content))
+    def write(self, slot: int, content: Tensor) -> None:
+        """Replace what the slot holds by `content`, uint8. OSError if that fails; the slot then holds nothing."""
+        self._check_length(content)
         path = self.path_of(slot)
         part = path.with_suffix(".part")
         path.unlink(missing_ok=True)
         try:
-            with _opened(part, os.O_CREAT | os.O_TRUNC | os.O_WRONLY) as file:
-                _move_all(self._calls.write, file, content)
+            with _opened(part, os.O_CREAT | os.O_TRUNC | os.O_RDWR) as file:
+                self.mover.write(file, content)
+                self._check_file(file)
+            if self._sums:
+                self._written[slot] = self._sums.of(content)
             part.rename(path)
         except OSError:
             with suppress(OSError):
                 part.unlink(missing_ok=True)
             raise
 
-    def read(self, slot: int, into: memoryview) -> None:
-        """Fill `into`. OSError if the slot holds nothing, or not as many bytes; `into` then holds anything."""
-        self._check_length(len(into))
+    def read(self, slot: int, into: Tensor) -> None:
+        """Fill `into`, uint8. OSError if the slot holds nothing, or other bytes; `into` then holds anything."""
+        self._check_length(into)
         with _opened(self.path_of(slot), os.O_RDONLY) as file:
-            length = os.fstat(file).st_size
-            if length != self._num_bytes:
-                raise OSError(errno.EIO, f"a slot file has another length: ours={self._num_bytes}, theirs={length}")
-            _move_all(self._calls.read_into, file, into)
+            self._check_file(file)
+            self.mover.read(file, into)
+        if self._sums and (found := self._sums.of(into)) != self._written[slot]:
+            raise Corrupt(
+                errno.EBADMSG, f"a slot file has another checksum: ours={self._written[slot]}, theirs={found}"
+            )
 
     def path_of(self, slot: int) -> Path:
         """Where the slot's file is, or would be."""
         return self.folder / f"slot-{slot}"
 
-    def _check_length(self, length: int) -> None:
-        assert length == self._num_bytes, f"law: whole slots move: ours={self._num_bytes}, theirs={length}"
+    def _check_file(self, file: int) -> None:
+        length = os.fstat(file).st_size
+        if length != self._num_bytes:
+            raise OSError(errno.EIO, f"a slot file has another length: ours={self._num_bytes}, theirs={length}")
 
-
-def _move_all(move: Callable[[int, memoryview], int], file: int, buffer: memoryview) -> None:
-    """Call `move` until all bytes have moved."""
-    while buffer:
-        moved = move(file, buffer)
-        if moved < 1:
-            raise OSError(errno.EIO, f"a file ends early: {len(buffer)} bytes are left")
-        buffer = buffer[moved:]
+    def _check_length(self, memory: Tensor) -> None:
+        assert memory.nbytes == self._num_bytes, f"law: whole slots: ours={self._num_bytes}, theirs={memory.nbytes}"
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 In:  the environment's UCX settings (`UCX_TLS=tcp` and the like), which are left to the user.
 Out: agents that keep the contract of `Agent`.
-Law: the only module that knows NIXL, and it is imported when an agent is made. All its calls come from the agent's own
-     thread, so the library runs without locks of its own.
+Law: the only module that imports NIXL, when an agent is made; `nixl_files` gets it from here. All calls come from the
+     agent's own thread, so the library runs without locks of its own.
 
 What NIXL 1.5.1 does, as measured on one host (2 cores, Linux 6.18, 2026-11-30); tests/transfer/agent/ repeats what
 the rest of kvferry leans on:
@@ -65,7 +65,7 @@ class NixlConfig:
 
 def nixl_agent(config: NixlConfig = NixlConfig(), name: str | None = None) -> PumpedAgent["NixlPost"]:
     """A new agent, of a random name unless told; raises NixlMissing, or TransportError if UCX cannot start."""
-    return PumpedAgent(name or fresh_name(KIND), NixlTransport(_import_nixl(), config), config.limits)
+    return PumpedAgent(name or fresh_name(KIND), NixlTransport(import_nixl(), config), config.limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,8 @@ def _brief(theirs: NDArray[np.uint64]) -> str:
     return shown if len(theirs) <= 3 else f"{shown} and {len(theirs) - 3} more"
 
 
-def _import_nixl() -> Any:
+def import_nixl() -> Any:
+    """The library's bindings; NixlMissing if they cannot be imported."""
     try:
         return importlib.import_module("nixl._bindings")
     except ImportError as error:

@@ -1,0 +1,88 @@
+"""Which way the bytes of the disk tier move, chosen when the pools are made.
+
+In:  FilesConfig, the directory of the disk tier, the device of the pools.
+Out: a `FileMover`; one of NIXL has been seen to write and read a file there.
+Law: what does not work here (no NIXL, no such plugin, no GPU, a file system that refuses) is refused at the start with
+     its reason in the log, and plain files take its place.
+"""
+
+import logging
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import torch
+
+from kv_core.errors import FerryError
+from kv_transfer.agent.nixl_files import NixlFiles
+from kv_transfer.config import ConfigError
+from kv_transfer.file_mover import FileMover, PlainFiles
+
+_log = logging.getLogger(__name__)
+
+Way = Literal["plain", "posix", "gds"]
+WAYS: Final[tuple[Way, ...]] = ("plain", "posix", "gds")
+
+_PROBE_BYTES: Final = 3 * 4096 + 8
+"""More than a page and not a multiple of one, as slots are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilesConfig:
+    """How slots are kept in files."""
+
+    way: Way = "plain"
+    """`plain` calls, NIXL's `posix`, or NIXL's `gds` (from GPU memory to a file, not through the host). Why plain: as
+    measured POSIX is no faster (docs/tuning.md), and for GDS there was no driver and no file system to measure on."""
+    checksum: bool = True
+    """Compare what is read with what was written; a difference is a miss."""
+
+    def __post_init__(self) -> None:
+        if self.way not in WAYS:
+            raise ConfigError(f"way is unknown: got={self.way!r}, allowed={', '.join(WAYS)}")
+
+
+class FilesRefused(FerryError):
+    """A way to move files does not work here; says why."""
+
+
+def open_mover(config: FilesConfig, directory: Path, device: torch.device) -> FileMover:
+    """The way that is configured if it works here, else plain files; `BlockPools` closes it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if config.way != "plain":
+        try:
+            return _probed(_nixl_mover(config.way, device), directory, device)
+        except FilesRefused as refusal:
+            _log.warning("files: %s is refused, plain files take its place: %s", config.way, refusal)
+    return PlainFiles()
+
+
+def _nixl_mover(way: Way, device: torch.device) -> FileMover:
+    if way == "gds" and device.type != "cuda":
+        raise FilesRefused(f"GDS moves memory of a GPU: pools are on {device}")
+    try:
+        return NixlFiles("GDS" if way == "gds" else "POSIX")
+    except FerryError as error:
+        raise FilesRefused(str(error)) from error
+
+
+def _probed(mover: FileMover, directory: Path, device: torch.device) -> FileMover:
+    """The mover, after one file went out and came back; else it is closed and refused."""
+    memory = device if mover.reaches(device) else torch.device("cpu")
+    content = torch.arange(_PROBE_BYTES, device=memory).to(torch.uint8)
+    found = torch.zeros_like(content)
+    if memory.type == "cuda":
+        torch.cuda.synchronize(memory)
+    try:
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+            mover.write(file.fileno(), content)
+            file.seek(0)
+            mover.read(file.fileno(), found)
+        reason = None if torch.equal(content, found) else "it reads other bytes than it wrote"
+    except OSError as error:
+        reason = str(error)
+    if reason is not None:
+        mover.close()
+        raise FilesRefused(f"{mover.name} does not work in {directory}: {reason}")
+    return mover
