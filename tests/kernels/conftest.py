@@ -9,7 +9,7 @@ import pytest
 
 import kv_kernels
 
-DEVICE_CODE = ("paged_copy", "gather", "scatter", "block_copy", "peer")
+DEVICE_CODE = ("paged_copy", "gather", "scatter", "block_copy", "peer", "weighted_sum")
 
 
 class Kernels(NamedTuple):
@@ -17,6 +17,7 @@ class Kernels(NamedTuple):
     scatter: ModuleType
     block_copy: ModuleType
     peer: ModuleType
+    weighted_sum: ModuleType
 
 
 @pytest.fixture

@@ -1,54 +1,194 @@
-"""The mover's thread, with a stream that only counts: what a job has queued ends before its end is told."""
+"""The copy thread, over lanes that only count: what a job has queued ends before its end is told, and nobody waits."""
 
 import queue
+import threading
 from contextlib import nullcontext
 
 import pytest
 import torch
 
-from kv_transfer.mover import Mover
+from kv_transfer.gate import Gate
+from kv_transfer.lanes import Lane
+from kv_transfer.mover import MAX_FLIGHTS, Mover, MoverFailed
+
+WAIT_S = 10
 
 
-class CountingStream:
-    """Work that is queued, until somebody waits for it."""
+class CountedLanes:
+    """A clock for each lane: what was queued when it showed n is over when it has been let on to more than n."""
 
-    def __init__(self, is_broken=False):
-        self.is_broken = is_broken
-        self.num_queued = 0
+    def __init__(self):
+        self.num_queued = dict.fromkeys(Lane, 0)
+        self.num_over = dict.fromkeys(Lane, 0)
+        self.orders = []
+        self.lost = None
 
-    def synchronize(self):
-        self.num_queued = 0
-        if self.is_broken:
-            raise RuntimeError("the device is lost")
+    def mark(self):
+        return None
 
-
-class StreamMover(Mover):
-    """A mover on a CPU that takes its stream from the test."""
-
-    def __init__(self, stream, post):
-        self._given = stream
-        super().__init__(torch.device("cpu"), post)
-
-    def _run(self):
-        self._stream = self._given
-        super()._run()
-
-    def _on_stream(self):
+    def on(self, lane, after):
+        self.orders.append((lane, after))
         return nullcontext()
 
+    def end_of(self, lane, wake):
+        wanted = self.num_queued[lane]
 
-@pytest.mark.parametrize("is_broken", [False, True])
-def test_a_job_that_fails_half_way_is_told_only_when_its_copies_are_over(is_broken):
+        def is_over():
+            if self.lost is not None:
+                raise self.lost
+            return self.num_over[lane] >= wanted
+
+        return is_over
+
+    def close(self):
+        self.is_closed = True
+
+    def queue(self, lane):
+        self.num_queued[lane] += 1
+
+    def let_on(self, lane, num=1):
+        self.num_over[lane] += num
+
+
+class Thread:
+    """A mover whose ends are kept in a queue; `begun` names the jobs that have begun."""
+
+    def __init__(self):
+        self.lanes, self.ends, self.begun = CountedLanes(), queue.SimpleQueue(), queue.SimpleQueue()
+        self.mover = Mover(torch.device("cpu"), lambda call: call(), self.lanes)
+
+    def copy(self, name, lane=Lane.IN, num=1, fails=None, **more):
+        def run():
+            self.begun.put(name)
+            for _ in range(num):
+                self.lanes.queue(lane)
+            if fails is not None:
+                raise fails
+            return name
+
+        self.mover.submit(run, None, lambda moved: self.ends.put((name, moved)), lane=lane, **more)
+
+    def next_begun(self):
+        return self.begun.get(timeout=WAIT_S)
+
+    def next_end(self):
+        return self.ends.get(timeout=WAIT_S)
+
+    def nothing_ends(self):
+        """After the thread has looked at what it has, which a job that is over at once tells."""
+        self.mover.submit(lambda: None, None, lambda moved: self.ends.put(("look", moved)), lane=Lane.OUT)
+        assert self.next_end()[0] == "look"
+
+
+@pytest.fixture
+def thread():
+    made = Thread()
+    yield made
+    made.lanes.num_over = dict.fromkeys(Lane, 1 << 30)
+    assert made.mover.close(WAIT_S)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_job_that_fails_half_way_is_told_only_when_its_copies_are_over(thread, is_lost):
     """Whoever is told gives the blocks back to the engine: a copy still queued would write somebody else's."""
-    stream, ends = CountingStream(is_broken), queue.SimpleQueue()
-    mover = StreamMover(stream, lambda call: call())
-
-    def half():
-        stream.num_queued += 1
-        raise ValueError("the second part does not fit")
-
-    mover.submit(half, None, lambda moved: ends.put((moved, stream.num_queued)))
-    moved, num_queued = ends.get(timeout=10)
-    assert mover.close(10)
-    assert num_queued == 0, "told while a copy was still to run"
+    thread.copy("half", fails=ValueError("the second part does not fit"))
+    thread.next_begun()
+    thread.nothing_ends()
+    if is_lost:
+        thread.lanes.lost = RuntimeError("the device is lost")
+    else:
+        thread.lanes.let_on(Lane.IN)
+    name, moved = thread.next_end()
+    assert (name, moved.value) == ("half", None)
     assert "does not fit" in str(moved.error)
+
+
+def test_a_device_that_is_lost_ends_what_runs(thread):
+    thread.copy("a")
+    thread.next_begun()
+    thread.lanes.lost = RuntimeError("the device is lost")
+    _, moved = thread.next_end()
+    assert "lost" in str(moved.error)
+
+
+def test_copies_overlap_and_lanes_do_not_wait_for_each_other(thread):
+    thread.copy("in 1")
+    thread.copy("in 2")
+    thread.copy("out 1", Lane.OUT)
+    assert [thread.next_begun() for _ in range(3)] == ["in 1", "in 2", "out 1"]
+    thread.lanes.let_on(Lane.OUT)
+    assert thread.next_end()[0] == "out 1"
+    thread.lanes.let_on(Lane.IN)
+    assert thread.next_end()[0] == "in 1"
+    thread.lanes.let_on(Lane.IN)
+    assert thread.next_end()[0] == "in 2"
+
+
+def test_what_is_alone_waits_for_all_before_it(thread):
+    """A mapping is closed when nothing reads it any more."""
+    thread.copy("read")
+    thread.copy("close", num=0, is_alone=True)
+    thread.copy("later")
+    assert thread.next_begun() == "read"
+    thread.lanes.let_on(Lane.IN)
+    assert [thread.next_begun() for _ in range(2)] == ["close", "later"]
+    assert [thread.next_end()[0] for _ in range(2)] == ["read", "close"]
+
+
+def test_no_more_than_so_many_run(thread):
+    for number in range(MAX_FLIGHTS + 1):
+        thread.copy(number)
+    assert [thread.next_begun() for _ in range(MAX_FLIGHTS)] == list(range(MAX_FLIGHTS))
+    assert thread.begun.empty()
+    thread.lanes.let_on(Lane.IN)
+    assert thread.next_end()[0] == 0
+    assert thread.next_begun() == MAX_FLIGHTS
+
+
+def test_a_job_in_steps_goes_on_when_what_it_has_queued_is_over(thread):
+    seen = []
+
+    def steps():
+        thread.lanes.queue(Lane.IN)
+        seen.append("queued")
+        thread.begun.put("steps")
+        yield
+        seen.append(thread.lanes.num_over[Lane.IN])
+        return 7
+
+    thread.mover.submit(steps, None, lambda moved: thread.ends.put(("steps", moved)))
+    thread.next_begun()
+    thread.nothing_ends()
+    assert seen == ["queued"]
+    thread.lanes.let_on(Lane.IN)
+    _, moved = thread.next_end()
+    assert (moved.value, seen) == (7, ["queued", 1])
+
+
+def test_a_gate_stays_entered_until_the_copies_are_over(thread):
+    gate = Gate()
+    thread.copy("a", gate=gate)
+    thread.next_begun()
+    assert not gate.shut()
+    thread.lanes.let_on(Lane.IN)
+    thread.next_end()
+    assert gate.shut()
+
+
+def test_a_thread_that_fails_lets_run_what_runs_and_tells_all(thread):
+    gate, is_planted = Gate(), threading.Event()
+    thread.copy("runs", gate=gate)
+    thread.next_begun()
+
+    def end():
+        is_planted.set()
+        raise SystemExit("planted")
+
+    thread.mover.submit(end, None, lambda moved: thread.ends.put(("fails", moved)))
+    assert is_planted.wait(WAIT_S)
+    assert not gate.shut()
+    thread.lanes.let_on(Lane.IN)
+    ends = dict(thread.next_end() for _ in range(2))
+    assert gate.shut()
+    assert {type(moved.error) for moved in ends.values()} == {MoverFailed}
+    assert set(ends) == {"runs", "fails"}

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,19 +40,25 @@ class Row:
 class Table:
     """The rows of one run."""
 
-    def __init__(self, claim: str) -> None:
+    def __init__(self, claim: str, gpu: str | None = None) -> None:
+        """`gpu`: told, if this process is not to begin CUDA (see `device_name`)."""
         self.claim = claim
         self.rows: list[Row] = []
-        self._commit = os.environ.get("KVFERRY_COMMIT") or _head()
-        self._gpu = torch.cuda.get_device_name()
+        self.commit = os.environ.get("KVFERRY_COMMIT") or _head()
+        self.gpu = torch.cuda.get_device_name() if gpu is None else gpu
 
     def add(self, case: str, gbps: float, *, tuning: str = "default", bar: float = 0.0) -> float:
         """Prints the row at once, so that a run that is cut short has told what it knew."""
-        row = Row(self._commit, self._gpu, case, tuning, round(gbps, 1), round(bar, 1))
+        row = Row(self.commit, self.gpu, case, tuning, round(gbps, 1), round(bar, 1))
         self.rows.append(row)
         verdict = "" if not bar else f"  bar {row.bar:.0f}: {'reached' if gbps >= bar else 'MISSED'}"
         print(f"{case:48} {tuning:22} {row.gbps:9.1f} GB/s{verdict}", flush=True)
         return gbps
+
+    def timed(self, case: str, num_bytes: int, seconds: list[float], **more: Any) -> float:
+        """The row of the median of these times; the slowest and the fastest stand in its tuning."""
+        slow, fast = (num_bytes / pick(seconds) / 1e9 for pick in (max, min))
+        return self.add(case, num_bytes / median(seconds) / 1e9, tuning=f"{slow:.1f}..{fast:.1f}", **more)
 
     def finish(self, folder: Path = RESULTS) -> None:
         """Appends to the claim's CSV and prints the JSON line."""
@@ -65,6 +72,14 @@ class Table:
             writer.writerows(asdict(row) for row in self.rows)
         missed = [row.case for row in self.rows if row.gbps < row.bar]
         print(json.dumps({"claim": self.claim, "rows": len(self.rows), "missed": missed}))
+
+
+def device_name(device: str) -> str:
+    """What a row says of the machine, asked of the driver's own tool: CUDA is not begun in this process."""
+    if device == "cpu":
+        return "CPU"
+    asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
 
 
 def seconds(copy: Callable[[], object], repetitions: int = 10) -> float:

@@ -8,6 +8,7 @@ Law: block ids are random; 32 layers of bf16, 8 heads of 128, blocks of 16 token
 """
 
 import argparse
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from kv_kernels.scatter import scatter
 from kv_kernels.tuning import HOST, LOCAL, Tuning
 
 TOKENS = 8192
+Copy = Callable[[], object]
 
 
 def dense_of(order: str, tokens: int, heads: int, *, pinned: bool = False) -> Tensor:
@@ -86,15 +88,6 @@ def host(table: Table, tunings: list[Tuning]) -> None:
     dense = dense_of("BHTD", TOKENS, HEADS, pinned=True)
     few = dense_of("BHTD", 4096, HEADS, pinned=True)
     window: Any = {"first_token": 0, "first_head": 0}
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-
-    def both(tuning: Tuning) -> None:
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            scatter(planes, few, other, **window, tuning=tuning)
-        gather(few_out, planes, ids[: 4096 // 16], **window, tuning=tuning)
-        torch.cuda.current_stream().wait_stream(side)
-
     few_out = dense_of("BHTD", 4096, HEADS, pinned=True)
     for tuning in tunings:
         bars = (50.0, 95.0) if tuning == HOST else (0.0, 0.0)
@@ -103,8 +96,94 @@ def host(table: Table, tunings: list[Tuning]) -> None:
         table.add("device to pinned host", dense.nbytes / time / 1e9, tuning=name, bar=bars[0])
         time = seconds(lambda t=tuning: scatter(planes, dense, ids, **window, tuning=t), 5)
         table.add("pinned host to device", dense.nbytes / time / 1e9, tuning=name, bar=bars[0])
-        time = seconds(lambda t=tuning: both(t), 5)
+        out = lambda t=tuning: gather(few_out, planes, ids[: 4096 // 16], **window, tuning=t)  # noqa: E731
+        into = lambda t=tuning: scatter(planes, few, other, **window, tuning=t)  # noqa: E731
+        time = seconds(at_once(out, into), 5)
         table.add("both ways at once", 2 * few.nbytes / time / 1e9, tuning=name, bar=bars[1])
+    engines(table, planes, (ids[: 4096 // 16], other), (few_out, few))
+
+
+def at_once(out: Copy, into: Copy) -> Copy:
+    """Both copies, each on a stream of its own; the current stream waits for both."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def both() -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            into()
+        out()
+        torch.cuda.current_stream().wait_stream(side)
+
+    return both
+
+
+def engines(table: Table, planes: list[Tensor], ids: tuple[list[int], list[int]], few: tuple[Tensor, Tensor]) -> None:
+    """Both ways at once with copy engines for one way or both: what the engine moves is dense on the device, and our
+    kernel re-lays it there, chunk by chunk, so that a chunk is on the bus while the next is re-laid."""
+    out, into = few
+    for planes_a_chunk in (4, 16, 64):
+        ways = {
+            f"engine out, kernel in, {planes_a_chunk} planes": (
+                engine_out(planes, ids[0], out, planes_a_chunk),
+                lambda: scatter(planes, into, ids[1], first_token=0, first_head=0, tuning=HOST),
+            ),
+            f"kernel out, engine in, {planes_a_chunk} planes": (
+                lambda: gather(out, planes, ids[0], first_token=0, first_head=0, tuning=HOST),
+                engine_in(planes, ids[1], into, planes_a_chunk),
+            ),
+            f"engines both ways, {planes_a_chunk} planes": (
+                engine_out(planes, ids[0], out, planes_a_chunk),
+                engine_in(planes, ids[1], into, planes_a_chunk),
+            ),
+        }
+        for name, (one, other) in ways.items():
+            time = seconds(at_once(one, other), 5)
+            table.add("both ways at once", 2 * out.nbytes / time / 1e9, tuning=name, bar=95.0)
+    prove_engines(planes, ids, few)
+
+
+def engine_out(planes: list[Tensor], ids: list[int], host: Tensor, step: int) -> Copy:
+    """A gather into memory of the device, and a copy of each chunk of planes to the host behind it."""
+    staged, bus = torch.empty_like(host, device=DEVICE), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def run() -> None:
+        stream = torch.cuda.current_stream()
+        for start in range(0, len(planes), step):
+            some = slice(start, start + step)
+            gather(staged[some], planes[some], ids, first_token=0, first_head=0)
+            bus.wait_stream(stream)
+            with torch.cuda.stream(bus):
+                host[some].copy_(staged[some], non_blocking=True)
+        stream.wait_stream(bus)
+
+    return run
+
+
+def engine_in(planes: list[Tensor], ids: list[int], host: Tensor, step: int) -> Copy:
+    """The same from the host: a copy of each chunk of planes, and a scatter behind it."""
+    staged, bus = torch.empty_like(host, device=DEVICE), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def run() -> None:
+        stream = torch.cuda.current_stream()
+        bus.wait_stream(stream)
+        for start in range(0, len(planes), step):
+            some = slice(start, start + step)
+            with torch.cuda.stream(bus):
+                staged[some].copy_(host[some], non_blocking=True)
+            stream.wait_stream(bus)
+            scatter(planes[some], staged[some], ids, first_token=0, first_head=0)
+
+    return run
+
+
+def prove_engines(planes: list[Tensor], ids: tuple[list[int], list[int]], few: tuple[Tensor, Tensor]) -> None:
+    """AssertionError unless what the engines bring out and in is what the kernel brings."""
+    out, into = few
+    into.copy_(torch.randint(-99, 99, into.shape, dtype=torch.int16).to(into.dtype))
+    engine_in(planes, ids[1], into, 16)()
+    engine_out(planes, ids[1], out, 16)()
+    torch.cuda.synchronize()
+    assert torch.equal(out, into), "what went in by the engines does not come out again"
 
 
 def main() -> None:

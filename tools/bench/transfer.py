@@ -27,6 +27,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from plain_nixl import Blocks, Plain
+
 RESULTS = Path(__file__).parent / "results" / "transfer.csv"
 NUM_LAYERS, TOKENS, HEAD_SIZE, ITEM = 16, 16, 128, 2
 ROW_KIB = TOKENS * HEAD_SIZE * ITEM // 1024
@@ -101,6 +103,11 @@ class Pool:
         state = shape.state()
         self.caches = PagedCaches.of_layers(state.share_of(0), [layer.unbind(0) for layer in self.layers], TOKENS)
 
+    def plain(self, name: str) -> Plain:
+        """NIXL itself over these blocks."""
+        planes = [plane.data_ptr() for layer in self.layers for plane in layer]
+        return Plain(name, Blocks(planes, self.shape.kib * 1024, self.shape.num_blocks))
+
     def fill(self) -> None:
         """What the request holds: other bytes in every token of every block."""
         for number, content in enumerate(contents(self.shape)):
@@ -125,52 +132,6 @@ def contents(shape: Shape) -> Any:
         yield torch.randint(0, 200, sizes, generator=generator, dtype=torch.uint8).to(torch.bfloat16)
 
 
-class Plain:
-    """NIXL itself: one agent, one descriptor for each block of each plane."""
-
-    def __init__(self, name: str, pool: Pool) -> None:
-        from nixl import _bindings as nixl
-
-        settings = nixl.nixlAgentConfig()
-        settings.useProgThread, settings.useListenThread, settings.pthrDelay = True, False, 1000
-        settings.syncMode, settings.captureTelemetry = nixl.NIXL_THREAD_SYNC_NONE, False
-        self.nixl, self.agent, self.pool = nixl, nixl.nixlAgent(name, settings), pool
-        self.agent.createBackend("UCX", {})
-        regions = [(layer.data_ptr(), layer.nbytes, 0, "") for layer in pool.layers]
-        self.agent.registerMem(nixl.nixlRegDList(nixl.DRAM_SEG, regions), [])
-        self.addresses = [layer.data_ptr() for layer in pool.layers]
-
-    def card(self) -> tuple[bytes, list[int]]:
-        return bytes(self.agent.getLocalMD()), self.addresses
-
-    def meet(self, name: str, blob: bytes, addresses: list[int]) -> None:
-        self.agent.loadRemoteMD(blob)
-        self.ours = self.agent.prepXferDlist(self.nixl.NIXL_INIT_AGENT, self._blocks(self.addresses))
-        self.theirs = self.agent.prepXferDlist(name, self._blocks(addresses))
-
-    def read(self, source_blocks: list[int]) -> None:
-        """All blocks of the request, from theirs to ours."""
-        import numpy as np
-
-        planes = np.arange(2 * NUM_LAYERS)[:, None] * self.pool.shape.num_blocks
-        to, of = ((planes + np.array(blocks)).ravel().astype(np.int32) for blocks in (self.pool.blocks, source_blocks))
-        handle = self.agent.makeXferReq(self.nixl.NIXL_READ, self.ours, to, self.theirs, of, b"", [], False)
-        status = self.agent.postXferReq(handle, b"")
-        while status == self.nixl.NIXL_IN_PROG:
-            time.sleep(0.0005)
-            status = self.agent.getXferStatus(handle)
-        assert status == self.nixl.NIXL_SUCCESS, status
-        self.agent.releaseXferReq(handle)
-
-    def _blocks(self, addresses: list[int]) -> Any:
-        import numpy as np
-
-        size, num = self.pool.shape.kib * 1024, self.pool.shape.num_blocks
-        starts = (np.array(addresses, dtype=np.uint64)[:, None] + np.arange(2 * num, dtype=np.uint64) * size).ravel()
-        table = np.stack([starts, np.full_like(starts, size), np.zeros_like(starts)], axis=1)
-        return self.nixl.nixlXferDList(self.nixl.DRAM_SEG, table)
-
-
 def serve(pipe: Connection, shape: Shape, transport: str) -> None:
     """The sender: offers its request again and again, until it is told None."""
     allow(transport)
@@ -179,7 +140,7 @@ def serve(pipe: Connection, shape: Shape, transport: str) -> None:
 
     pool = Pool(shape, seed=1)
     pool.fill()
-    plain, config = Plain("sender", pool), config_of({"share_in_place": True})
+    plain, config = pool.plain("sender"), config_of({"share_in_place": True})
     transceiver = transceiver_of("sender", config, pool)
     door = InstanceDoor(config, "sender", "sender")  # type: ignore[arg-type]
     door.set_cards([transceiver.card])
@@ -229,7 +190,7 @@ def measure(shape: Shape, transport: str, repeats: int) -> dict[str, list[float]
     sender = context.Process(target=serve, args=(theirs, shape, transport), daemon=True)
     sender.start()
     pool = Pool(shape, seed=2)
-    plain = Plain("receiver", pool)
+    plain = pool.plain("receiver")
     ours = {path: transceiver_of(path.replace(" ", "-"), config_of(changes), pool) for path, changes in PATHS.items()}
     (host, port), card, source_blocks = pipe.recv()
     plain.meet("sender", *card)
@@ -249,7 +210,7 @@ def measure(shape: Shape, transport: str, repeats: int) -> dict[str, list[float]
 
     def read() -> None:
         began = time.perf_counter()
-        plain.read(source_blocks)
+        plain.read(pool.blocks, source_blocks)
         seconds["a descriptor a block"].append(time.perf_counter() - began)
 
     ways: dict[str, Callable[[], None]] = {path: lambda path=path: receive(path) for path in PATHS}  # type: ignore[misc]

@@ -251,8 +251,14 @@ class SimCopies:
         self._jobs: deque[tuple[Callable[[], int | None], Callable[[Moved], None], Gate | None]] = deque()
 
     def submit(
-        self, run: Callable[[], int | None], after: None, then: Callable[[Moved], None], gate: Gate | None = None
+        self,
+        run: Callable[[], int | None],
+        after: None,
+        then: Callable[[Moved], None],
+        gate: Gate | None = None,
+        **_: object,
     ) -> None:
+        """In turn: each lane is the only one, and each copy alone."""
         self._jobs.append((run, then, gate))
         if len(self._jobs) == 1:
             self._begin()

@@ -9,7 +9,7 @@ import torch
 from kv_core.spans import Span
 from kv_testing.waiting import wait_for
 from kv_testing.worlds import FAST, Switches, pair
-from kv_transfer.checksum import Summer, weights
+from kv_transfer.checksum import Pending, Summer, weights
 from kv_transfer.passages import Passages
 
 
@@ -56,6 +56,26 @@ def test_a_sender_must_give_the_checksum_that_was_asked_for(monkeypatch):
         received = d.outcome(others=[p])
         assert "(bytes, checksum)" in received.reason
         d.check_clean()
+
+
+def test_a_checksum_that_a_stream_computes_is_waited_for_on_both_sides(monkeypatch):
+    """As on a GPU: the number is there only when what was queued is over."""
+    compute, made = Summer.checksum, []
+
+    def pending(summer, staged):
+        made.append(Pending(torch.tensor([compute(summer, staged)])))
+        return made[-1]
+
+    monkeypatch.setattr(Summer, "checksum", pending)
+    with pair() as (p, d, _):
+        d.order(p, p.offer())
+        received = d.outcome(others=[p])
+        assert received.ok
+        assert d.misplaced() == 0
+        assert len(made) == 2 * received.num_chunks
+        _spoil(monkeypatch)
+        d.order(p, p.offer("p1"), "d1")
+        assert "checksums of chunk" in d.outcome("d1", others=[p]).reason
 
 
 def test_the_hook_behind_verification_reaches_the_blocks():

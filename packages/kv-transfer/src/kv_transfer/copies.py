@@ -12,12 +12,13 @@ from torch import Tensor
 
 from kv_core.errors import PeerError
 from kv_core.ids import BlockId, Rank, SessionId
-from kv_transfer.checksum import Summer
+from kv_transfer.checksum import Summer, known
 from kv_transfer.direct.base import Read, RemoteCaches
 from kv_transfer.direct.reads import Holding, reads_of
 from kv_transfer.faults import Faults
 from kv_transfer.formatter.conversion import conversion_of
 from kv_transfer.formatter.select import formatter_for
+from kv_transfer.mover import Steps
 from kv_transfer.orders import BlockTables
 from kv_transfer.plan.cache_state import CacheState
 from kv_transfer.plan.plan import Chunk, Piece
@@ -45,15 +46,16 @@ class Copier:
         self._ranges = ranges
         self._summer = Summer()
 
-    def gather(self, chunk: Chunk, tables: BlockTables, staged: Tensor, *, checksum: bool) -> Callable[[], int | None]:
+    def gather(self, chunk: Chunk, tables: BlockTables, staged: Tensor, *, checksum: bool) -> Callable[[], Steps]:
         """A job that fills `staged`, uint8 [chunk.num_bytes], from our blocks, and answers its checksum if wanted."""
 
-        def run() -> int | None:
+        def run() -> Steps:
             formatter = formatter_for(self._state)
             with self._ranges.around("gather"):
                 for part, blocks, dense in self._parts(chunk, tables, staged):
                     formatter.split(part, self._caches, blocks, dense)
-                return self._summer.checksum(staged) if checksum else None
+                found = self._summer.checksum(staged) if checksum else None
+            return (yield from known(found))
 
         return run
 
@@ -66,19 +68,24 @@ class Copier:
         staged: Tensor,
         checksum: int | None,
         is_wanted: Callable[[], bool],
-    ) -> Callable[[], None]:
+    ) -> Callable[[], Steps]:
         """A job that verifies `staged` and fills our blocks from it, unless nobody wants that any more."""
 
-        def run() -> None:
+        def run() -> Steps:
             if not is_wanted():
-                return
-            with self._ranges.around("scatter"):
-                if checksum is not None and (found := self._summer.checksum(staged)) != checksum:
+                return None
+            if checksum is not None:
+                found = yield from known(self._summer.checksum(staged))
+                if found != checksum:
                     raise CorruptBytes(f"checksums of chunk {chunk.seq} differ: ours={found}, theirs={checksum}")
+                if not is_wanted():
+                    return None
+            with self._ranges.around("scatter"):
                 self._faults.after_verify(session, chunk, staged)
                 formatter, conversion = formatter_for(theirs), conversion_of(theirs, self._state)
                 for part, blocks, dense in self._parts(chunk, tables, staged):
                     formatter.concat(part, self._caches, blocks, dense, conversion)
+            return None
 
         return run
 

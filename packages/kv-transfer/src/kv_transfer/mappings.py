@@ -119,7 +119,7 @@ class Mappings:
             for caches in mapped:
                 caches.close()
 
-        self._room.copies.submit(run, None, _closed)
+        self._room.copies.submit(run, None, _closed, is_alone=True)
 
 
 def _closed(moved: Moved) -> None:

@@ -1,32 +1,47 @@
 """The one thread that copies between an engine's blocks and staging.
 
 In:  jobs: callables over tensors, each with what it must wait for.
-Out: for each job a Moved, posted to the reactor, in order.
-Law: jobs run one at a time, in order of submission; whatever a job raises is its own result. On CUDA a job runs on the
-     mover's stream, after the event it was given, and its result, good or bad, is posted when that stream is done: it
-     never waits for another stream, nor makes one wait. Transfer spec 14 F1, F2, F4.
+Out: for each job a Moved, posted to the reactor.
+Law: jobs begin one at a time, in order of submission; whatever a job raises is its own result. On CUDA a job is queued
+     on its lane, after the event it was given, and its result, good or bad, is posted when all that it has queued there
+     is over. Until then others begin: their copies overlap, and the thread waits for none of them on the device.
+     Transfer spec 14 F1, F2, F4.
+     A job may be done in steps: it yields, and goes on when what it has queued so far is over.
      A job with a gate runs inside it, and leaves when its copies are over. When the thread fails every job ends badly,
-     those that are queued and those that come later.
+     those that are queued and those that come later; those that run, once their copies are over.
 """
 
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 
 from kv_core.errors import FerryError
 from kv_transfer.gate import Gate
+from kv_transfer.lanes import IsOver, Lane, Lanes, lanes_for
 from kv_transfer.pulse import Pulse
 from kv_transfer.threads import leave_pinned_core
 
 logger = logging.getLogger(__name__)
 
 Post = Callable[[Callable[[], None]], None]
+Steps = Generator[None, None, int | None]
+Run = Callable[[], int | Steps | None]
+
+MAX_FLIGHTS: Final = 16
+"""Jobs that have begun and are not over. More than chunks in flight keep a link busy; each keeps a table of its own."""
+
+LOOK_S: Final = 1e-3
+"""Longest pause between looks at copies that run; their lane wakes us when one is over."""
+
+
+def _always() -> bool:
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,47 +63,63 @@ class Skipped(FerryError):
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    run: Callable[[], int | None]
+    run: Run
     after: "torch.cuda.Event | None"
     then: Callable[[Moved], None]
     gate: Gate | None
+    lane: Lane
+    is_alone: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A job that has begun, inside its gate."""
+
+    job: _Job
+    began_at: float
+    steps: Steps | None
+    """What is left of it once `is_over`."""
+    is_over: IsOver = field(default=_always)
+    value: int | None = None
+    error: Exception | None = None
 
 
 class Mover:
     """A thread with a queue of copies, for caches on `device`."""
 
-    def __init__(self, device: torch.device, post: Post) -> None:
+    def __init__(self, device: torch.device, post: Post, lanes: Lanes | None = None) -> None:
         self._device = device
         self._post = post
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._lanes = lanes or lanes_for(device)
         torch.get_num_threads()
         self.pulse = Pulse("copy thread")
         self._lock = threading.Condition()  # guards the queue
         self._jobs: deque[_Job] = deque()
         self._is_closing = False
+        self._flights: list[_Flight] = []  # of the thread alone
+        self._is_woken = False
         self._thread = threading.Thread(target=self._run, name="kvferry-mover", daemon=True)
         self._thread.start()
 
     def mark(self) -> "torch.cuda.Event | None":
         """An event after all that the caller's current stream was given so far; None if there are no streams."""
-        if self._stream is None:
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return self._lanes.mark()
 
     def submit(
         self,
-        run: Callable[[], int | None],
+        run: Run,
         after: "torch.cuda.Event | None",
         then: Callable[[Moved], None],
         gate: Gate | None = None,
+        *,
+        lane: Lane = Lane.IN,
+        is_alone: bool = False,
     ) -> None:
         """Run this in turn; `then` gets its end, in the reactor's thread. Never blocks.
 
-        A job whose gate was shut before its turn is Skipped.
+        `is_alone`: all that began before is over then. A job whose gate was shut before its turn is Skipped.
         """
-        job = _Job(run, after, then, gate)
+        job = _Job(run, after, then, gate, lane, is_alone)
         with self._lock:
             is_lost = bool(self.pulse.failure)
             if not is_lost:
@@ -111,86 +142,139 @@ class Mover:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        running: _Job | None = None
         try:
             leave_pinned_core()
             self._choose_threads()
-            with self._on_stream():
-                while (running := self._next()) is not None:
-                    job, moved = running, self._end_of(running)
-                    running = None
-                    self._tell(job, moved)
+            while self._has_more():
+                if (job := self._next()) is not None:
+                    self._begin(job)
+                self._look()
         except BaseException as error:
             logger.critical("the copy thread ends by an error of its own", exc_info=True)
-            self._fail(repr(error), running)
+            self._fail(repr(error))
+        self._lanes.close()
 
     def _choose_threads(self) -> None:
-        if self._stream is None:
+        if self._device.type == "cpu":
             # Why: copies of one chunk do not gain from OpenMP, and on busy cores its threads wait for each other:
             # 0.05 to 0.5 GB/s with two threads, 0.9 to 2.4 with one (AMD EPYC, 2 cores, loaded). The engine's own
             # thread keeps its number: it has been asked for it, which makes it that thread's own.
             torch.set_num_threads(1)
 
-    def _next(self) -> _Job | None:
-        """The job whose turn it is, once there is one; None when we are closed and nothing is left."""
+    def _has_more(self) -> bool:
+        """Waits until there is something to begin or to look at; False when we are closed and nothing is left."""
         with self._lock:
+            if self._flights:
+                if not self._may_begin() and not self._is_woken:
+                    self._lock.wait(LOOK_S)
+                self._is_woken = False
+                return True
             self.pulse.rests()
             while not self._jobs and not self._is_closing:
                 self._lock.wait()
-            return self._jobs.popleft() if self._jobs else None
+            return bool(self._jobs)
 
-    def _end_of(self, job: _Job) -> Moved:
-        if job.gate is None:
-            return self._copied(job)
-        if not job.gate.enter():
-            return Moved(None, Skipped("its blocks were taken back before its turn"), 0.0)
-        try:
-            return self._copied(job)
-        finally:
-            job.gate.leave()
+    def _next(self) -> _Job | None:
+        """The job whose turn it is, if it may begin now."""
+        with self._lock:
+            return self._jobs.popleft() if self._may_begin() else None
 
-    def _copied(self, job: _Job) -> Moved:
-        """The job, and whatever it has queued: also after an error that still writes."""
+    def _may_begin(self) -> bool:
+        """A job that is alone is over before the next begins: it copies nothing that is queued."""
+        if not self._jobs or len(self._flights) >= MAX_FLIGHTS:
+            return False
+        return not (self._flights and self._jobs[0].is_alone)
+
+    def _begin(self, job: _Job) -> None:
+        if job.gate is not None and not job.gate.enter():
+            self._tell(job, Moved(None, Skipped("its blocks were taken back before its turn"), 0.0))
+            return
+        flight = _Flight(job, time.perf_counter(), steps=_steps_of(job.run))
+        self._flights.append(flight)
+        self._go_on(flight, job.after)
+
+    def _look(self) -> None:
+        """Goes on with jobs whose copies so far are over, until each waits for some or has ended."""
+        for flight in list(self._flights):
+            while self._is_over(flight):
+                if flight.steps is None:
+                    self._end(flight)
+                    break
+                self._go_on(flight, None)
+
+    def _go_on(self, flight: _Flight, after: "torch.cuda.Event | None") -> None:
+        """One more step of a job; also after an error what it has queued runs to its end."""
         self.pulse.begins("copy")
-        start = time.perf_counter()
+        assert flight.steps is not None, "law: what has ended does not go on"
+        steps, flight.steps = flight.steps, None
+        lane = flight.job.lane
         try:
-            value, error = self._value_of(job)
-        finally:
-            lost = self._drained()
-        error = error or lost
-        return Moved(None if error else value, error, time.perf_counter() - start)
-
-    def _value_of(self, job: _Job) -> tuple[int | None, Exception | None]:
-        """What the job returns, or what it raises; its copies may still be running."""
-        try:
-            if self._stream is not None and job.after is not None:
-                self._stream.wait_event(job.after)
-            return job.run(), None
+            with self._lanes.on(lane, after):
+                next(steps)
+            flight.steps = steps
+        except StopIteration as end:
+            flight.value = end.value
         except Exception as error:
-            return None, error
+            flight.error = error
+        finally:
+            self._watch(flight, lane)
 
-    def _drained(self) -> Exception | None:
-        """Waits for our stream; the error of a device that is lost, on which nothing runs any more."""
+    def _watch(self, flight: _Flight, lane: Lane) -> None:
+        """From now on the job waits for what its lane has been given."""
         try:
-            if self._stream is not None:
-                self._stream.synchronize()
+            flight.is_over = self._lanes.end_of(lane, self._wake)
         except Exception as lost:
-            return lost
-        return None
+            self._is_lost(flight, lost)
 
-    def _fail(self, failure: str, running: _Job | None) -> None:
-        """Whoever waits for a copy is told that it will not be made."""
+    def _is_over(self, flight: _Flight) -> bool:
+        try:
+            return flight.is_over()
+        except Exception as lost:
+            self._is_lost(flight, lost)
+            return True
+
+    @staticmethod
+    def _is_lost(flight: _Flight, lost: Exception) -> None:
+        """Nothing runs any more on a device that is lost."""
+        flight.error, flight.steps, flight.is_over = flight.error or lost, None, _always
+
+    def _end(self, flight: _Flight) -> None:
+        self._flights.remove(flight)
+        self.pulse.begins("copy")
+        self._leave(flight.job)
+        seconds = time.perf_counter() - flight.began_at
+        self._tell(flight.job, Moved(None if flight.error else flight.value, flight.error, seconds))
+
+    def _wake(self) -> None:
+        with self._lock:
+            self._is_woken = True
+            self._lock.notify()
+
+    def _fail(self, failure: str) -> None:
+        """Whoever waits for a copy is told that it will not be made, and that it runs no more."""
+        for flight in self._flights:
+            while not self._is_over(flight):
+                time.sleep(LOOK_S)
+            self._leave(flight.job)
         with self._lock:
             self.pulse.ends(failure)
-            lost, self._jobs = [*([] if running is None else [running]), *self._jobs], deque()
+            lost, self._jobs = [*(flight.job for flight in self._flights), *self._jobs], deque()
         for job in lost:
             self._tell(job, self._lost())
 
     def _lost(self) -> Moved:
         return Moved(None, MoverFailed(f"the copy thread has failed: {self.pulse.failure}"), 0.0)
 
+    @staticmethod
+    def _leave(job: _Job) -> None:
+        if job.gate is not None:
+            job.gate.leave()
+
     def _tell(self, job: _Job, moved: Moved) -> None:
         self._post(lambda: job.then(moved))
 
-    def _on_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+def _steps_of(run: Run) -> Steps:
+    """A job in steps, also if it is done in one."""
+    found = run()
+    return (yield from found) if isinstance(found, Generator) else found

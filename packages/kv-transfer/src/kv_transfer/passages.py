@@ -19,6 +19,7 @@ from typing import Final, Protocol
 from kv_core.ids import Generation
 from kv_transfer.agent.base import Completion, Ticket
 from kv_transfer.copies import Copier
+from kv_transfer.lanes import Lane
 from kv_transfer.mover import Moved
 from kv_transfer.offers import OfferBook
 from kv_transfer.protocol.messages import Grant, RefuseCode
@@ -116,7 +117,7 @@ class Passages:
         session.moves.reads.add(chunk.seq)
         job = self._copier.gather(chunk, held.offer.tables, lease.slice.tensor, checksum=session.ask.checksum)
         then = partial(self._gathered, session, Passage(chunk, grant.slice, lease), held.generation)
-        self._room.copies.submit(job, held.filled, then, session.gate)
+        self._room.copies.submit(job, held.filled, then, session.gate, lane=Lane.OUT)
 
     def _gathered(self, session: SendSession, passage: Passage, generation: Generation, moved: Moved) -> None:
         """The chunk lies in our staging: write it, if it is still wanted and still what was offered."""

@@ -22,7 +22,8 @@ from kv_transfer.gate import Gate
 from kv_transfer.health import Health
 from kv_transfer.history import History
 from kv_transfer.in_place.caches import SharedCaches
-from kv_transfer.mover import Moved
+from kv_transfer.lanes import Lane
+from kv_transfer.mover import Moved, Run
 from kv_transfer.plan.cache_state import CacheState
 from kv_transfer.profiling import NO_RANGES, Ranges
 from kv_transfer.protocol.messages import RankCard
@@ -60,12 +61,15 @@ class Copies(Protocol):
 
     def submit(
         self,
-        run: Callable[[], int | None],
+        run: Run,
         after: "torch.cuda.Event | None",
         then: Callable[[Moved], None],
         gate: Gate | None = None,
+        *,
+        lane: Lane = Lane.IN,
+        is_alone: bool = False,
     ) -> None:
-        """Run this in turn, unless its gate is shut by then."""
+        """Run this in turn, unless its gate is shut by then; see there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import msgspec
 from kv_core.errors import CallerError, CapacityError
 from kv_core.ids import RequestId, SessionId, TransferId
 from kv_transfer.copies import Copier
+from kv_transfer.lanes import Lane
 from kv_transfer.mover import Moved
 from kv_transfer.offers import HeldOffer, OfferBook
 from kv_transfer.orders import Offer
@@ -306,7 +307,7 @@ class Sender:
         elif filled is None or filled.query():  # type: ignore[no-untyped-call]
             self._readable(session, Moved(None, None, 0.0))
         else:
-            self._room.copies.submit(lambda: None, filled, partial(self._readable, session))
+            self._room.copies.submit(lambda: None, filled, partial(self._readable, session), lane=Lane.OUT)
 
     def _readable(self, session: SendSession, moved: Moved) -> None:
         if session.state is not Sending.SERVING:

@@ -44,7 +44,7 @@ class Sums(threading.local):
 
     def of(self, content: Tensor) -> int:
         """The checksum of uint8 [n], wherever it begins."""
-        return self._summer.checksum(content if content.storage_offset() % 8 == 0 else content.clone())
+        return self._summer.checksum_now(content if content.storage_offset() % 8 == 0 else content.clone())
 
 
 class ProcessDirectory:
