@@ -1,4 +1,4 @@
-"""Every known defect of the seed, and every refusal of vLLM's connector, is proven by tests that are there."""
+"""Every known defect, acceptance check, bug report and refusal of vLLM's connector is proven by tests that are there."""
 
 import ast
 import re
@@ -9,15 +9,20 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 NAMED = re.compile(r"`([\w/]+\.py)`|`(test_\w+)`")
 TRANSFER = {"A": 15, "B": 12, "C": 11, "D": 15, "E": 22, "F": 4, "G": 11, "H": 4, "I": 4, "J": 4}
+ACCEPTANCE = {1: "abcdef", 2: "ab", 3: "ab", 5: "abc", 7: "abcdef", 8: "ab", 10: "ab", 11: "abcdef", 12: "abcd"}
+"""The parts of each acceptance check that has any."""
 PAGES = {
     "core-defects": [f"D{number}" for number in range(1, 65)],
     "transfer-defects": [f"{letter}{number}" for letter, count in TRANSFER.items() for number in range(1, count + 1)]
     + ["K"],
+    "transfer-acceptance": [f"{check}{part}" for check in range(1, 15) for part in ACCEPTANCE.get(check, ("",))]
+    + [f"BR-{number}" for number in (20, *range(22, 30))],
     "peer-refusals": [str(number) for number in range(1, 44)],
 }
 FOLDERS = {
     "core-defects": ("tests/core", "test_defects.py"),
     "transfer-defects": ("tests/transfer", "test_defects.py"),
+    "transfer-acceptance": ("tests/transfer", "test_bug_reports.py"),
     "peer-refusals": ("tests/transfer/sessions", "test_peer_refusals.py"),
 }
 """Where the tests of a page are: the folder of files without one, and the file of tests without one."""
@@ -26,7 +31,7 @@ FOLDERS = {
 def rows(page):
     """The last cell of each row, by the defect that begins the first."""
     text = (ROOT / f"docs/decisions/{page}.md").read_text()
-    return re.findall(r"^\| ([A-K]\d*|\d+) [^\n]*\| ([^|]*) \|$", text, re.MULTILINE)
+    return re.findall(r"^\| ([A-K]\d*|\d+[a-f]?|BR-\d+) [^\n]*\| ([^|]*) \|$", text, re.MULTILINE)
 
 
 def proofs(page, cell):

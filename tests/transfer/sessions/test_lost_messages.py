@@ -1,6 +1,7 @@
 """Control messages that are dropped, doubled or late: every load ends, most of them well."""
 
 import random
+import time
 
 import pytest
 
@@ -88,3 +89,33 @@ class Lossy(Switches):
 
     def outgoing(self, message):
         return () if self.dice.random() < self.share else super().outgoing(message)
+
+
+class TenSecondsLate(Switches):
+    """The first message of each kind leaves ten seconds late; what is said again does not."""
+
+    def outgoing(self, message):
+        super().outgoing(message)
+        return (10.0,) if self.num_said[type(message).__name__] == 1 else (0.0,)
+
+
+@pytest.mark.patient
+def test_ten_seconds_late_is_too_late_to_matter():
+    """Each step is said again long before; what comes at last belongs to sessions that are over."""
+    p_faults, d_faults = TenSecondsLate(), TenSecondsLate()
+    with pair(state_of(1), state_of(1), prefill_faults=p_faults, decode_faults=d_faults) as (p, d, _):
+        start = time.monotonic()
+        for name in ("first", "second"):
+            transfer = p.offer(f"p-{name}")
+            d.order(p, transfer, f"d-{name}")
+            received = d.outcome(f"d-{name}", others=[p])
+            assert received.ok, received.reason
+            d.release(p, transfer, f"d-{name}")
+            if name == "first":
+                assert time.monotonic() - start < 9, "nobody has waited for what is late"
+                assert {"Ask", "Grant", "Close"} <= set(d_faults.num_said)
+                assert {"Ready", "Data"} <= set(p_faults.num_said)
+                time.sleep(11 - (time.monotonic() - start))
+        assert d.misplaced() == 0
+        d.check_clean()
+        p.check_clean()

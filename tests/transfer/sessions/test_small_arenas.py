@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kv_core.errors import CallerError
+from kv_core.spans import Span
 from kv_testing.worlds import FAST, pair, state_of
 from kv_transfer.config import ConfigError, TransferConfig
 
@@ -28,6 +29,27 @@ def test_arenas_smaller_than_a_transfer(sender, receiver):
         d.release(p, transfer)
         d.check_clean()
         p.check_clean()
+
+
+@pytest.mark.parametrize("spare", [0, -4096, 4096])
+def test_arenas_of_one_target_and_a_granule_less_or_more(spare):
+    """With room for all that one rank gives another it is one chunk; the second request waits for the first."""
+    state, tokens = state_of(1), Span(0, 32)
+    target = len(tokens) * 4 * 4 * 2 * state.bytes_per_token_head
+    assert target == 16384, "law: arenas lend powers of two"
+    room = target + spare
+    config = replace(FAST, chunk_bytes=room, send_arena_bytes=room, receive_arena_bytes=room)
+    with pair(state, state, config=config) as (p, d, _):
+        for number, transfer in enumerate([p.offer("p0"), p.offer("p1")]):
+            d.order(p, transfer, f"d{number}", tokens)
+        for number in range(2):
+            received = d.outcome(f"d{number}", others=[p])
+            assert received.ok, received.reason
+            assert received.num_bytes == target
+            assert (received.num_chunks == 1) == (spare >= 0)
+        assert d.misplaced(tokens) == 0
+        for number in range(2):
+            p.withdraw(f"p{number}")
 
 
 def test_two_orders_in_opposite_order_with_one_region_each():
