@@ -16,6 +16,7 @@ from kv_testing.carrier import carry
 from kv_testing.tagged import FORMS, fill, make_world, misplaced
 from kv_transfer.plan.cache_state import FULL, LATENT, BlockLayout, CacheState, ParallelLayout
 from kv_transfer.plan.plan import receive_plans
+from kv_transfer.plan.side_pools import indexer_pool
 from kv_transfer.plan.targets import holding_ranks
 
 Config = dict[str, Any]
@@ -69,7 +70,7 @@ def _moves(config: Config, step: Config, dtype: str) -> bool:
     pools = [states]
     if "indexer_k_cache" in config:
         indexer = config["indexer_k_cache"]
-        pools.append([one.indexer_pool(indexer["index_head_dim"], indexer["quant_block_size"]) for one in states])
+        pools.append([indexer_pool(one, indexer["index_head_dim"], indexer["quant_block_size"]) for one in states])
     return all(
         _is_moved(pool, request) for _ in range(step["repeat"]) for request in step["requests"] for pool in pools
     )

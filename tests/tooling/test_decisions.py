@@ -1,4 +1,4 @@
-"""Every known defect, acceptance check, bug report and refusal of vLLM's connector is proven by tests that are there."""
+"""Every known defect, acceptance check, bug report and refusal of vLLM's connector is proven by tests that exist."""
 
 import ast
 import re

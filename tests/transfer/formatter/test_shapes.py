@@ -9,6 +9,7 @@ from kv_testing.layouts import make_state
 from kv_testing.tagged import FORMS, fill, make_world, misplaced
 from kv_transfer.plan.cache_state import BlockLayout, ParallelLayout
 from kv_transfer.plan.plan import receive_plans
+from kv_transfer.plan.side_pools import indexer_pool
 
 ROW = 4 * 4 * 2 * 8 * 2
 """Bytes of one token: 4 layers, 4 heads, K and V, 8 elements of 2 bytes."""
@@ -74,7 +75,7 @@ def test_a_latent_cache_has_one_head():
 
 def test_the_indexer_pool_is_a_cache_of_its_own():
     states = [
-        latent(parallel=parallel).indexer_pool(256, 128) for parallel in (even(2, heads=1), even(1, (2, 2), heads=1))
+        indexer_pool(latent(parallel=parallel), 256, 128) for parallel in (even(2, heads=1), even(1, (2, 2), heads=1))
     ]
     sender, receiver = worlds(states[0], states[1], 20)
     assert carry(sender, receiver, Span(0, 20)) == 20 * 4 * 264

@@ -10,6 +10,7 @@ from kv_core.spans import Span
 from kv_testing.layouts import make_state
 from kv_transfer.plan.cache_state import BlockLayout, CacheState
 from kv_transfer.plan.compatibility import is_converted, reasons
+from kv_transfer.plan.side_pools import indexer_pool
 
 WIDE = ("float32", "float16", "bfloat16")
 CODES = ("float8_e4m3fn", "float8_e5m2")
@@ -120,7 +121,7 @@ def test_scales_survive_the_wire():
 
 
 def test_an_indexers_bytes_have_no_scale():
-    pool = asking(**E4M3).indexer_pool(256, 128)
+    pool = indexer_pool(asking(**E4M3), 256, 128)
     assert (pool.dtype, pool.scales, pool.convert_elements) == ("uint8", (), False)
 
 

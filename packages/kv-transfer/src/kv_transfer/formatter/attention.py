@@ -1,4 +1,4 @@
-"""The formatter of full attention: K and V of every layer, cut by layers, heads and tokens.
+"""The formatter of full attention and of block scales: K and V of every layer, cut by layers, heads and tokens.
 
 In, out, law: see `base`. The dense array is [L, C, T', H', D] or [L, C, H', T', D], as the sender's blocks are ordered;
 where tiles are opaque T' counts blocks and D spans a tile. Transfer spec 6.2, 6.3, 6.10; defects A3, A14.

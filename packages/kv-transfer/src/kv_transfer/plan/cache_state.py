@@ -30,6 +30,7 @@ PLAIN: Final = "plain"
 FULL: Final = "full"
 LATENT: Final = "latent"
 INDEXER: Final = "indexer"
+BLOCK_SCALE: Final = "block_scale"
 """Kinds of attention that have a formatter."""
 
 MAX_LAYERS: Final = 4096
@@ -271,24 +272,6 @@ class CacheState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             return self.scales[layers.start * self.num_planes : layers.stop * self.num_planes]
         each = self.scales * (self.num_planes // len(self.scales)) if self.scales else ()
         return each * len(layers) or None
-
-    def indexer_pool(self, dim: int, quant_block: int) -> "CacheState":
-        """The pool of an indexer beside this cache, as a cache of its own: bytes, one plane, one head on every rank.
-
-        A token has `dim` 8-bit codes and a 4-byte scale for every `quant_block` of them. Transfer spec 1.11.
-        """
-        one_head = msgspec.structs.replace(self.parallel, heads=(Span(0, 1),) * len(self.parallel.heads))
-        return msgspec.structs.replace(
-            self,
-            dtype="uint8",
-            scales=(),
-            convert_elements=False,
-            attention=INDEXER,
-            head_size=dim + dim // quant_block * 4,
-            num_planes=1,
-            num_kv_heads=1,
-            parallel=one_head,
-        )
 
 
 def _check_stages(layers: tuple[Span, ...]) -> None:
