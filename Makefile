@@ -6,6 +6,8 @@ RUN := $(PY) -m
 # Seed of the long versions, and folders of tests to leave it at: `make test-long SEED=1 ONLY=tests/transfer`.
 SEED ?= 0
 ONLY ?=
+# Processes that share the tests without engines: one more than cores, since many of these tests wait.
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup check test test-suite test-long test-packages test-gpu demo bench format clean
@@ -25,8 +27,9 @@ check: setup ## Check format, lint, types and who imports whom
 
 test: check test-packages test-suite ## Run all that CI runs (real vLLM and NIXL included, no GPU)
 
-test-suite: setup ## Run the test suite alone
-	$(RUN) pytest
+test-suite: setup ## Run the test suite alone: with real engines, then all the rest on WORKERS processes
+	@$(RUN) pytest tests/e2e; engines=$$?; \
+	$(RUN) pytest --ignore=tests/e2e --numprocesses=$(WORKERS) --dist=loadgroup && exit $$engines
 
 test-packages: setup ## Test each package in an environment of its own, without what it does not declare
 	$(PY) tools/check_packages.py

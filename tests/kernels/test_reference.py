@@ -56,3 +56,16 @@ def test_not_a_number_keeps_its_payload():
     dense = torch.zeros(1, 1, 2, 1)
     gather(dense, [plane], [0], first_token=0, first_head=0)
     assert torch.equal(bits(dense), bits(plane))
+
+
+def test_every_bit_pattern_survives_the_widest_words():
+    """Among them all kinds of NaN, as either half of a complex number."""
+    halves = torch.arange(1 << 16).to(torch.int16)
+    rows = torch.stack([halves.roll(shift) for shift in range(4)], dim=1).repeat(1, 2)
+    plane = rows.view(torch.bfloat16).view(1 << 16, 1, 1, 8)
+    assert reference.widened(plane, plane)[0].dtype == torch.complex128
+    dense, back = torch.empty_like(plane).view(1, -1, 1, 8), torch.empty_like(plane)
+    gather(dense, [plane], range(1 << 16), first_token=0, first_head=0)
+    scatter([back], dense, range(1 << 16), first_token=0, first_head=0)
+    assert torch.equal(bits(dense).view(-1, 8), rows)
+    assert torch.equal(bits(back).view(-1, 8), rows)
