@@ -10,7 +10,7 @@ ONLY ?=
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-suite test-long test-packages test-gpu demo bench format clean
+.PHONY: help setup check test test-suite test-long test-packages test-compat test-gpu demo bench format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -36,6 +36,9 @@ test-packages: setup ## Test each package in an environment of its own, without 
 
 test-long: setup ## Run the long versions of tests and write their summary to docs/evidence/
 	$(PY) tools/run_long.py --seed $(SEED) $(ONLY)
+
+test-compat: setup ## Check names and signatures against the sources of other vLLM versions
+	$(RUN) pytest -m compat tests/compat
 
 test-gpu: setup ## Run the tests that need one or several GPUs
 	$(RUN) pytest -m "gpu or multi_gpu"

@@ -20,7 +20,8 @@ WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 
 
 def widened(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
     """Both as [B, .., W]; ours [B, ...], theirs [n, ...] with equal axes behind the first."""
-    order = sorted(range(1, ours.ndim), key=lambda axis: (-ours.stride(axis), -theirs.stride(axis)))
+    steps = [*zip(ours.stride(), theirs.stride(), strict=True)]
+    order = sorted(range(1, ours.ndim), key=steps.__getitem__, reverse=True)
     ours, theirs = ours.permute(0, *order), theirs.permute(0, *order)
     sizes = _folded(ours, theirs)
     ours, theirs = ours.view(ours.shape[0], *sizes), theirs.view(theirs.shape[0], *sizes)
