@@ -64,6 +64,8 @@ def test_the_first_failure_is_told_once_and_stays(clock, caplog) -> None:
     assert health.look() == ""
     agent.ends("Bug()")
     agent.ends("another")
+    assert health.look()
+    assert not told, "not inside a look: whoever looks is about to decide on what this may end"
     for _ in range(5):
         clock.now += 1.0
         timers.run_due()

@@ -7,6 +7,7 @@ import pytest
 
 from kv_testing.waiting import wait_for
 from kv_testing.worlds import Switches, pair, state_of
+from kv_transfer.protocol import codec
 
 TO_SENDER = ["Hello", "Ask", "Grant", "Close", "InstanceHello"]
 TO_RECEIVER = ["HelloReply", "Ready", "Data", "Quiet"]
@@ -24,6 +25,32 @@ def test_a_message_that_is_lost_for_a_while_is_said_again(name):
         faults.dropped = set()
         received = d.outcome(others=[p])
         assert received.ok, received.reason
+        assert d.misplaced() == 0
+        d.release(p, transfer)
+        d.check_clean()
+        p.check_clean()
+
+
+@pytest.mark.parametrize("name", TO_SENDER + TO_RECEIVER)
+def test_a_message_that_arrives_hurt_is_said_again(name, monkeypatch):
+    """The other side rejects it as malformed, which is no answer."""
+    encode, num_said = codec.encode, 0
+
+    def hurt(message, *args):
+        nonlocal num_said
+        packet = encode(message, *args)
+        if type(message).__name__ != name:
+            return packet
+        num_said += 1
+        return packet[:-1] if num_said == 1 else packet
+
+    monkeypatch.setattr(codec, "encode", hurt)
+    with pair(state_of(1), state_of(1)) as (p, d, _):
+        transfer = p.offer()
+        d.order(p, transfer)
+        received = d.outcome(others=[p])
+        assert received.ok, received.reason
+        wait_for(lambda: num_said >= 2, what=f"{name}, said again")
         assert d.misplaced() == 0
         d.release(p, transfer)
         d.check_clean()

@@ -227,7 +227,7 @@ class Core:
             case InstanceRefused():
                 self.loads.directory.refused(link, message)
             case Rejected():
-                self.loads.directory.garbled(link, f"its door rejects us: {message.code}: {message.detail}")
+                self.loads.directory.rejected(link, f"its door rejects us: {message.code}: {message.detail}")
             case _:
                 raise UnexpectedMessage(f"we asked for a card, and got {type(message).__name__}")
 

@@ -107,6 +107,10 @@ class Directory:
             detail = f"ours={question.wanted}, theirs={refusal.incarnation}"
             self._end(question, NotFound(f"the order is for another run of the instance: {detail}"))
 
+    def rejected(self, link: Link, why: str) -> None:
+        """A door of our version could not take the question: it was hurt on its way, and will be asked again."""
+        self._by_link[link].last_word = why
+
     def garbled(self, link: Link, why: str) -> None:
         """A door speaks another version, or no protocol of ours."""
         self._end(self._by_link[link], NotFound(why))

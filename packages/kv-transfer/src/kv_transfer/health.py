@@ -8,6 +8,7 @@ Law: while a thread hangs nothing new is begun, and what is under way ends by it
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from kv_transfer.pulse import NUM_LOOKS, Pulse, Watcher
 from kv_transfer.timers import Timers
@@ -44,7 +45,8 @@ class Health:
             logger.warning("all is well again, after: %s", before)
         if not self._has_failed and any(pulse.failure for pulse in self._pulses):
             self._has_failed = True
-            self._on_failed(self.trouble)
+            # Not at once: whoever looks is about to decide on a session that this may end.
+            self._timers.after(0.0, partial(self._on_failed, self.trouble))
         return self.trouble
 
     def _tick(self) -> None:

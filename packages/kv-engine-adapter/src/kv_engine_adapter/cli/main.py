@@ -13,6 +13,7 @@ from typing import Final
 COMMANDS: Final = {
     "replay": "replay a trace through the cache manager: hits for each capacity and eviction order",
     "explain": "which ranks of one engine send what to which ranks of another",
+    "doctor": "whether an engine can work on this machine, and what to do if not",
     "keygen": "make the key pair that the engines of a deployment share",
     "demo": "hand chats over between two real vLLM servers (needs vLLM and a model)",
 }
