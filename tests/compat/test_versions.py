@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from compat.sources import sources_of
+from environment.vllm_sources import sources_of
 
 import kv_engine_adapter.vllm
 from kv_testing.syntax import Imported, Source, attributes, is_decorated, methods, module_at, parameters

@@ -1,10 +1,10 @@
 """The Python sources of vLLM versions that are not installed, for tests that only read them.
 
 In:  a version.
-Out: the folder in which its `vllm` package lies, fetched from the package index and unpacked when it is asked for first.
+Out: the folder in which its `vllm` package lies; fetched from the package index when it is asked for first.
 Law: nothing is installed or imported; no other file of the wheel is kept.
 
-Usage: .venv/bin/python tools/compat/sources.py 0.25.1 0.33.0
+Usage: .venv/bin/python tools/environment/vllm_sources.py 0.25.1 0.33.0
 """
 
 import subprocess
