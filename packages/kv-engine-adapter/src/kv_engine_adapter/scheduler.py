@@ -11,7 +11,6 @@ A decode request goes                       A prefill request goes
 
 import enum
 import logging
-import secrets
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from kv_core.errors import CallerError
 from kv_core.ids import Incarnation, InstanceId, RequestId, TransferId
 from kv_core.keys import BlockKey
 from kv_core.spans import Span
+from kv_engine_adapter.families import Families
 from kv_engine_adapter.handover import (
     HandoverError,
     OfferTicket,
@@ -34,6 +34,7 @@ from kv_engine_adapter.known_peers import KnownPeers
 from kv_engine_adapter.metrics import Gauges, Report
 from kv_engine_adapter.orders import LoadBlocks, OpenOffer, SettleOffer, StepOrders, Tables
 from kv_engine_adapter.ports import Door, RequestView
+from kv_engine_adapter.twins import Twins
 from kv_transfer.orders import Errand
 
 logger = logging.getLogger(__name__)
@@ -110,8 +111,9 @@ class FerryScheduler:
         self._loads: dict[RequestId, _Load] = {}
         # Loads whose request has ended; the workers still have to say that they are quiet.
         self._orphans: dict[RequestId, _Load] = {}
+        self._twins = Twins()
         self._offered: dict[RequestId, TransferId] = {}
-        self._families: dict[str, tuple[TransferId, float]] = {}
+        self._families = Families(lease_s, clock)
         self._pending = _Pending()
         self._worker_gauges: Gauges = {}
         self._worker_change = clock()
@@ -134,7 +136,7 @@ class FerryScheduler:
             return 0
         load.num_computed = num_computed_tokens
         wanted = max(0, request.num_prompt_tokens - 1 - num_computed_tokens)
-        if wanted and self._shares_prefixes and self._twin_is_loading(request.request_id, load):
+        if wanted and self._shares_prefixes and self._twins.is_loading(load.prompt_key, request.request_id):
             load.has_waited = True
             return None
         # Why: what an equal prompt left to fetch is less than a block, cheaper to compute than to ask for.
@@ -151,6 +153,7 @@ class FerryScheduler:
         assert load.offer is not None, "a refused hand-over is never matched"
         assert load.prompt_key is not None, "a rejected request is never scheduled"
         load.stage, load.tables = Stage.LOADING, tables
+        self._twins.begins(request.request_id, load.prompt_key)
         self._pending.loads.append(
             LoadBlocks(
                 request_id=request.request_id,
@@ -207,15 +210,9 @@ class FerryScheduler:
         if (offer := load.offer) is not None:
             self._door.hold(self._errand(request_id, offer, load.prompt_key))
 
-    def _twin_is_loading(self, request_id: RequestId, load: _Load) -> bool:
-        """Another request is fetching this very prompt; once it is done its full blocks are a local hit."""
-        return any(
-            other.stage is Stage.LOADING and other.prompt_key == load.prompt_key
-            for other_id, other in self._loads.items()
-            if other_id != request_id
-        )
-
     def _release(self, request_id: RequestId, load: _Load) -> None:
+        if load.prompt_key is not None:
+            self._twins.ends(request_id, load.prompt_key)
         load.stage = Stage.OVER
         offer = load.offer
         assert offer is not None, "a refused hand-over has no offer"
@@ -250,6 +247,8 @@ class FerryScheduler:
             self._release(request_id, load)
         elif load.stage is Stage.LOADING:
             self._pending.aborts.append(request_id)
+            assert load.prompt_key is not None, "a rejected request is never scheduled"
+            self._twins.ends(request_id, load.prompt_key)
             self._orphans[request_id] = load
 
     def _offer(self, request: RequestView, tables: Tables) -> tuple[bool, dict[str, object] | None]:
@@ -260,7 +259,7 @@ class FerryScheduler:
         if request.request_id in self._offered:
             logger.warning("kvferry: request %s is not offered: its id is on offer already", request.request_id)
             return False, None
-        transfer_id = self._family_transfer(request.family)
+        transfer_id = self._families.transfer_id(request.family)
         self._offered[request.request_id] = transfer_id
         self._door.open_offer(transfer_id, request.request_id, prompt_key, self._lease_s)
         self._pending.offers.append(
@@ -281,15 +280,6 @@ class FerryScheduler:
             pipeline_stages=self._identity.pipeline_stages,
         )
         return True, ticket.as_params()
-
-    def _family_transfer(self, family: str) -> TransferId:
-        """One id for all requests of a client call: the client is handed only one of their answers."""
-        now = self._clock()
-        for name in [name for name, (_, used) in self._families.items() if now - used > self._lease_s]:
-            del self._families[name]
-        transfer_id, _ = self._families.get(family, (TransferId(secrets.token_hex(16)), now))
-        self._families[family] = (transfer_id, now)
-        return transfer_id
 
     def sends_over(self, request_ids: Iterable[RequestId]) -> None:
         """Every worker rank reported these requests as sent; the engine frees their blocks."""

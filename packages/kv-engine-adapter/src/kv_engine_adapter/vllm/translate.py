@@ -37,7 +37,7 @@ def block_tables(block_ids: Sequence[Sequence[int]]) -> Tables:
     return tuple(tuple(block or HOLE for block in table) for table in block_ids)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # Why not frozen: made for every waiting request in every step, it would cost twice as much.
 class RequestView:
     """What the scheduler side reads of a vLLM request."""
 
