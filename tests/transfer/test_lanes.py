@@ -26,12 +26,12 @@ class Happening:
 def test_events_are_told_in_order_and_one_that_fails_does_not_end_the_thread():
     waiter, told = _Waiter("test"), queue.SimpleQueue()
     first, second = Happening(is_broken=True), Happening()
-    waiter.watch(first, lambda: told.put("first"))
-    waiter.watch(second, lambda: told.put("second"))
+    waiter.watch(first, lambda lost: told.put(("first", str(lost))))
+    waiter.watch(second, lambda lost: told.put(("second", str(lost))))
     second.has_happened.set()
     assert told.empty()
     first.has_happened.set()
-    assert [told.get(timeout=WAIT_S) for _ in range(2)] == ["first", "second"]
+    assert [told.get(timeout=WAIT_S) for _ in range(2)] == [("first", "the device is lost"), ("second", "None")]
     waiter.close()
 
 
@@ -52,10 +52,10 @@ def test_lanes_of_a_gpu_overlap_and_come_after_their_events():
     after = lanes.mark()
     with lanes.on(Lane.IN, after):
         seen.copy_(value)
-    is_seen = lanes.end_of(Lane.IN, lambda: woken.put("in"))
+    is_seen = lanes.end_of(Lane.IN, lambda lost: woken.put("in"))
     with lanes.on(Lane.OUT, None):
         other.fill_(1)
-    is_other = lanes.end_of(Lane.OUT, lambda: woken.put("out"))
+    is_other = lanes.end_of(Lane.OUT, lambda lost: woken.put("out"))
     assert woken.get(timeout=WAIT_S) == "out", "the lanes wait for each other"
     assert is_other()
     assert not is_seen()

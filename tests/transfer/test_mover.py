@@ -22,6 +22,7 @@ class CountedLanes:
         self.num_over = dict.fromkeys(Lane, 0)
         self.orders = []
         self.lost = None
+        self.wakes = queue.SimpleQueue()
 
     def mark(self):
         return None
@@ -32,6 +33,7 @@ class CountedLanes:
 
     def end_of(self, lane, wake):
         wanted = self.num_queued[lane]
+        self.wakes.put(wake)
 
         def is_over():
             if self.lost is not None:
@@ -192,3 +194,42 @@ def test_a_thread_that_fails_lets_run_what_runs_and_tells_all(thread):
     assert gate.shut()
     assert {type(moved.error) for moved in ends.values()} == {MoverFailed}
     assert set(ends) == {"runs", "fails"}
+
+
+def test_a_lanes_own_thread_tells_the_end(monkeypatch):
+    """At once: the copy thread would look a minute later."""
+    monkeypatch.setattr("kv_transfer.mover.LOOK_S", 60)
+    thread = Thread()
+    thread.copy("a")
+    wake = thread.lanes.wakes.get(timeout=WAIT_S)
+    thread.lanes.let_on(Lane.IN)
+    wake(None)
+    assert thread.next_end()[0] == "a"
+    wake(None)
+    assert thread.ends.empty(), "it was told twice"
+    assert thread.mover.close(WAIT_S)
+
+
+def test_old_news_of_a_lane_does_not_end_a_job_that_went_on(thread):
+    def steps():
+        thread.lanes.queue(Lane.IN)
+        yield
+        thread.lanes.queue(Lane.IN)
+
+    thread.mover.submit(steps, None, lambda moved: thread.ends.put(("steps", moved)))
+    first = thread.lanes.wakes.get(timeout=WAIT_S)
+    thread.lanes.let_on(Lane.IN)
+    second = thread.lanes.wakes.get(timeout=WAIT_S)
+    first(None)
+    assert thread.ends.empty()
+    thread.lanes.let_on(Lane.IN)
+    second(None)
+    assert thread.next_end()[0] == "steps"
+
+
+def test_a_lane_that_is_lost_leaves_the_end_to_the_copy_thread(thread):
+    thread.copy("a")
+    wake = thread.lanes.wakes.get(timeout=WAIT_S)
+    thread.lanes.lost = RuntimeError("the device is lost")
+    wake(thread.lanes.lost)
+    assert "lost" in str(thread.next_end()[1].error)

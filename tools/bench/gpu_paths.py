@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpu_rows import Table, device_name
+from gpu_rows import Table, device_name, num_gpus
 from in_flight import Gpus, Plan, Told, measured
 from pair import Case, Side
 
@@ -112,6 +112,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     gpus: Gpus = None
+    if options.device == "cuda" and num_gpus() < 2:
+        print("not measured: this benchmark needs two GPUs of one host")
+        return
     if options.device == "cuda":
         sender, receiver = options.gpus.split(",")
         gpus = sender, receiver

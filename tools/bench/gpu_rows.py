@@ -82,6 +82,11 @@ def device_name(device: str) -> str:
     return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
 
 
+def num_gpus() -> int:
+    """GPUs of this host; CUDA is not begun in this process."""
+    return torch.cuda.device_count()
+
+
 def seconds(copy: Callable[[], object], repetitions: int = 10) -> float:
     """Median time of one call on the current stream, after three to warm up."""
     for _ in range(3):

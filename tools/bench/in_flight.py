@@ -95,7 +95,7 @@ def measured(case: Case, gpus: Gpus, plan: Plan) -> list[Told]:
 
 
 def main() -> None:
-    from gpu_rows import Table, device_name
+    from gpu_rows import Table, device_name, num_gpus
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -109,6 +109,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     gpus: Gpus = None
+    if options.device == "cuda" and num_gpus() < 2:
+        print("not measured: this benchmark needs two GPUs of one host")
+        return
     if options.device == "cuda":
         sender, receiver = options.gpus.split(",")
         gpus = sender, receiver

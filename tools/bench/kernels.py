@@ -4,7 +4,7 @@ In:  one GPU; `--sweep` also tries other tunings; `--out` a folder for the CSV.
 Out: payload in GB/s (bytes copied, so that a plain copy reads and writes as much), `results/kernels.csv`.
 Law: block ids are random; 32 layers of bf16, 8 heads of 128, blocks of 16 tokens, 1 GiB of payload.
 
-    python tools/bench/kernels.py [--sweep] [--out FOLDER]
+    python tools/bench/kernels.py [--sweep] [--parts device host] [--out FOLDER]
 """
 
 import argparse
@@ -189,6 +189,7 @@ def prove_engines(planes: list[Tensor], ids: tuple[list[int], list[int]], few: t
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--parts", nargs="+", choices=("device", "host"), default=["device", "host"])
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -198,10 +199,12 @@ def main() -> None:
     swept = [Tuning(words, warps) for words, warps in product((512, 1024, 2048), (4, 8, 16))] if options.sweep else []
     hosts = [Tuning(2048, warps, programs) for warps, programs in product((4, 16), (32, 132, 264, 528, None))]
     copy_gbps = device_copy(table)
-    local(table, [LOCAL, *(one for one in swept if one != LOCAL)], copy_gbps)
-    against_index_select(table)
-    blocks(table)
-    host(table, [HOST, *(one for one in hosts if one != HOST)] if options.sweep else [HOST])
+    if "device" in options.parts:
+        local(table, [LOCAL, *(one for one in swept if one != LOCAL)], copy_gbps)
+        against_index_select(table)
+        blocks(table)
+    if "host" in options.parts:
+        host(table, [HOST, *(one for one in hosts if one != HOST)] if options.sweep else [HOST])
     table.finish(options.out)
 
 

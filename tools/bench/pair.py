@@ -141,7 +141,8 @@ class Ranks:
         planes = self.planes[rank]
         layers = [planes[2 * layer : 2 * layer + 2] for layer in range(LAYERS)]
         caches = PagedCaches.of_layers(self.state.share_of(rank), layers, self.side.block)
-        agent = nixl_agent(NixlConfig(device=torch.device(self.device), limits=PumpLimits(**self.case.limits)))
+        limits = PumpLimits(**self.case.limits) if self.case.limits else None
+        agent = nixl_agent(NixlConfig(device=torch.device(self.device), limits=limits))
         door = cuda_door(caches)
         return Transceiver(self.config, name, name, rank, self.state, caches, agent, direct=door)  # type: ignore[arg-type]
 

@@ -11,7 +11,7 @@ import enum
 import queue
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -26,7 +26,8 @@ class Lane(enum.Enum):
     IN = "into the engine's blocks"
 
 
-Wake = Callable[[], None]
+Wake = Callable[[Exception | None], None]
+"""Some copies are over: None; or their device is lost: why."""
 IsOver = Callable[[], bool]
 """Whether some copies are over, without waiting for them; raises if their device is lost."""
 
@@ -119,10 +120,16 @@ class _Waiter:
         leave_pinned_core()
         while (asked := self._asked.get()) is not None:
             event, wake = asked
-            # Whoever is woken asks for the end himself, and finds the error.
-            with suppress(Exception):
-                event.synchronize()
-            wake()
+            wake(_lost_at(event))
+
+
+def _lost_at(event: Event) -> Exception | None:
+    """Waits for the event; why it will never happen, if so."""
+    try:
+        event.synchronize()
+    except Exception as lost:
+        return lost
+    return None
 
 
 def _after(stream: torch.cuda.Stream) -> "torch.cuda.Event":

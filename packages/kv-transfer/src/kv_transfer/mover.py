@@ -6,6 +6,7 @@ Law: jobs begin one at a time, in order of submission; whatever a job raises is 
      on its lane, after the event it was given, and its result, good or bad, is posted when all that it has queued there
      is over. Until then others begin: their copies overlap, and the thread waits for none of them on the device.
      Transfer spec 14 F1, F2, F4.
+     Whoever sees the end of a job's copies first tells it: this thread, or the one that waits for its lane.
      A job may be done in steps: it yields, and goes on when what it has queued so far is over.
      A job with a gate runs inside it, and leaves when its copies are over. When the thread fails every job ends badly,
      those that are queued and those that come later; those that run, once their copies are over.
@@ -17,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import torch
@@ -73,7 +75,7 @@ class _Job:
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A job that has begun, inside its gate."""
+    """A job that has begun, inside its gate. `number` counts what it has waited for: older news means nothing."""
 
     job: _Job
     began_at: float
@@ -82,6 +84,7 @@ class _Flight:
     is_over: IsOver = field(default=_always)
     value: int | None = None
     error: Exception | None = None
+    number: int = 0
 
 
 class Mover:
@@ -93,10 +96,10 @@ class Mover:
         self._lanes = lanes or lanes_for(device)
         torch.get_num_threads()
         self.pulse = Pulse("copy thread")
-        self._lock = threading.Condition()  # guards the queue
+        self._lock = threading.Condition()  # guards the queue, and who ends a flight
         self._jobs: deque[_Job] = deque()
         self._is_closing = False
-        self._flights: list[_Flight] = []  # of the thread alone
+        self._flights: list[_Flight] = []
         self._is_woken = False
         self._thread = threading.Thread(target=self._run, name="kvferry-mover", daemon=True)
         self._thread.start()
@@ -167,7 +170,9 @@ class Mover:
             if self._flights:
                 if not self._may_begin() and not self._is_woken:
                     self._lock.wait(LOOK_S)
-                self._is_woken = False
+                if self._is_woken:
+                    self._is_woken = False
+                    self.pulse.begins("copy")
                 return True
             self.pulse.rests()
             while not self._jobs and not self._is_closing:
@@ -206,7 +211,9 @@ class Mover:
         """One more step of a job; also after an error what it has queued runs to its end."""
         self.pulse.begins("copy")
         assert flight.steps is not None, "law: what has ended does not go on"
-        steps, flight.steps = flight.steps, None
+        with self._lock:
+            flight.number += 1
+            steps, flight.steps = flight.steps, None
         lane = flight.job.lane
         try:
             with self._lanes.on(lane, after):
@@ -222,7 +229,7 @@ class Mover:
     def _watch(self, flight: _Flight, lane: Lane) -> None:
         """From now on the job waits for what its lane has been given."""
         try:
-            flight.is_over = self._lanes.end_of(lane, self._wake)
+            flight.is_over = self._lanes.end_of(lane, partial(self._is_told, flight, flight.number))
         except Exception as lost:
             self._is_lost(flight, lost)
 
@@ -238,27 +245,36 @@ class Mover:
         """Nothing runs any more on a device that is lost."""
         flight.error, flight.steps, flight.is_over = flight.error or lost, None, _always
 
+    def _is_told(self, flight: _Flight, number: int, lost: Exception | None) -> None:
+        """A lane's own thread says that what the job waited for is over. If nothing of it is left, it is told from
+        here: another change of threads would only be waited for."""
+        with self._lock:
+            self._is_woken = True
+            self._lock.notify()
+            has_ended = lost is None and flight.number == number and flight.steps is None
+        if has_ended:
+            self._end(flight)
+
     def _end(self, flight: _Flight) -> None:
-        self._flights.remove(flight)
-        self.pulse.begins("copy")
+        with self._lock:
+            if flight not in self._flights:
+                return
+            self._flights.remove(flight)
         self._leave(flight.job)
         seconds = time.perf_counter() - flight.began_at
         self._tell(flight.job, Moved(None if flight.error else flight.value, flight.error, seconds))
 
-    def _wake(self) -> None:
-        with self._lock:
-            self._is_woken = True
-            self._lock.notify()
-
     def _fail(self, failure: str) -> None:
         """Whoever waits for a copy is told that it will not be made, and that it runs no more."""
-        for flight in self._flights:
+        with self._lock:
+            flights, self._flights = self._flights, []
+        for flight in flights:
             while not self._is_over(flight):
                 time.sleep(LOOK_S)
             self._leave(flight.job)
         with self._lock:
             self.pulse.ends(failure)
-            lost, self._jobs = [*(flight.job for flight in self._flights), *self._jobs], deque()
+            lost, self._jobs = [*(flight.job for flight in flights), *self._jobs], deque()
         for job in lost:
             self._tell(job, self._lost())
 

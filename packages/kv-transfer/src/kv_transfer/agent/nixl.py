@@ -27,7 +27,7 @@ import importlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -46,6 +46,8 @@ _log = logging.getLogger(__name__)
 
 KIND: Final = "nixl"
 BACKEND: Final = "UCX"
+DEVICE_POST_BYTES: Final = 64 << 20
+"""A chunk of a GPU is one post: at 270 GB/s it moves in 0.25 ms, about what making and ending four posts costs."""
 
 
 class NixlMissing(FerryError, ImportError):
@@ -56,7 +58,8 @@ class NixlMissing(FerryError, ImportError):
 class NixlConfig:
     """Settings of one NIXL agent."""
 
-    limits: PumpLimits = field(default_factory=PumpLimits)
+    limits: PumpLimits | None = None
+    """None: those of PumpLimits, and larger posts for a device, where a post does not block while bytes move."""
     progress_pause_us: int = 1000
     """Longest pause of the library's own thread. 0 spins on a core; 1000 costs about 2 % of one, and was no slower."""
     device: torch.device | None = None
@@ -65,7 +68,9 @@ class NixlConfig:
 
 def nixl_agent(config: NixlConfig = NixlConfig(), name: str | None = None) -> PumpedAgent["NixlPost"]:
     """A new agent, of a random name unless told; raises NixlMissing, or TransportError if UCX cannot start."""
-    return PumpedAgent(name or fresh_name(KIND), NixlTransport(import_nixl(), config), config.limits)
+    on_device = config.device is not None and config.device.type == "cuda"
+    limits = config.limits or (PumpLimits(max_post_bytes=DEVICE_POST_BYTES) if on_device else PumpLimits())
+    return PumpedAgent(name or fresh_name(KIND), NixlTransport(import_nixl(), config), limits)
 
 
 @dataclass(frozen=True, slots=True)
