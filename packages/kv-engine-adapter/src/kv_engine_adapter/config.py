@@ -24,7 +24,8 @@ class FerryConfig:
     transfer: TransferConfig
     """Doors, leases, deadlines, staging (see `kv_transfer.config`)."""
     peers: KnownPeers
-    """Hosts that may be called."""
+    """Hosts this engine may fetch from, as numeric addresses and networks; a `remote_host` that is not listed is never
+    called."""
     test_hooks_dir: Path | None = None
     """Directory of fault orders for tests; never set it in production."""
     convert_elements: bool = False

@@ -34,6 +34,34 @@ IN_PLACE_RUN_BYTES: Final = {"host": 16 << 10, "device": 1 << 20}
 runs carries 14 GB/s, that is 4.7 us a run, in which the staged path carries 0.5 MB (docs/tuning.md)."""
 
 
+MIN_CHUNK_BYTES: Final = 64
+MAX_ARENA_BYTES: Final = 1 << 44
+_TIME: Final = (0.001, 86_400)
+RANGES: Final[dict[str, tuple[float, float]]] = {
+    "port": (0, 65535),
+    "lease_s": _TIME,
+    "max_lease_s": _TIME,
+    "renew_s": _TIME,
+    "request_deadline_s": _TIME,
+    "release_deadline_s": _TIME,
+    "peer_timeout_s": _TIME,
+    "peer_idle_s": _TIME,
+    "nudge_s": _TIME,
+    "nudge_limit_s": _TIME,
+    "tombstone_s": _TIME,
+    "chunk_bytes": (MIN_CHUNK_BYTES, 1 << 40),
+    "send_arena_bytes": (MIN_CHUNK_BYTES, MAX_ARENA_BYTES),
+    "receive_arena_bytes": (MIN_CHUNK_BYTES, MAX_ARENA_BYTES),
+    "chunks_in_flight": (1, 1024),
+    "unmap_idle_s": _TIME,
+    "stall_s": _TIME,
+    "in_place_run_bytes": (1, 1 << 40),
+    "max_message_bytes": (4096, 1 << 30),
+    "max_sessions": (1, 1 << 20),
+}
+"""The least and the most of each number, both allowed. An arena holds at least one chunk."""
+
+
 class ConfigError(CallerError):
     """A setting is out of range or contradicts another."""
 
@@ -71,14 +99,17 @@ class TransferConfig:
     nudge_s: float = 1.0
     """First pause before an unanswered message is repeated; doubles up to `nudge_limit_s`."""
     nudge_limit_s: float = 5.0
+    """Longest pause before an unanswered message is repeated."""
     tombstone_s: float = 600.0
     """How long the end of a session or an offer is remembered."""
 
     chunk_bytes: int | None = None
-    """Largest chunk; a pair of ranks uses the smaller of both limits. None: as large as `default_chunk_bytes` says for
-    the device, and as the arenas hold."""
+    """Largest chunk; a pair of ranks uses the smaller of both limits. None: 64 MiB on a GPU, else 8 MiB
+    (`default_chunk_bytes`), and as the arenas hold."""
     send_arena_bytes: int = 256 * MIB
+    """Staging memory of each rank for what it sends."""
     receive_arena_bytes: int = 256 * MIB
+    """Staging memory of each rank for what it receives."""
     chunks_in_flight: int = 4
     """Most chunks of one session that are granted, or being written, at once."""
     checksum: bool = True
@@ -98,40 +129,23 @@ class TransferConfig:
     """The caches are memory of our own, not an engine's: the wire may write them. What lies in long runs at a peer that
     shares its caches is then read in place, without staging; without a checksum, as on the direct path."""
     in_place_run_bytes: int | None = None
-    """Shortest run that is read in place rather than staged. None: as `IN_PLACE_RUN_BYTES` says for the memory."""
+    """Shortest run that is read in place rather than staged. None: 16 KiB in host memory, 1 MiB on a
+    GPU (`IN_PLACE_RUN_BYTES`)."""
 
     max_message_bytes: int = MAX_MESSAGE_BYTES
+    """Longest control message that is taken or said."""
     max_sessions: int = 4096
     """Most sessions and parked asks that a sender keeps open; more are refused as busy."""
 
     def __post_init__(self) -> None:
         self._check_address()
-        for field in (
-            "lease_s",
-            "max_lease_s",
-            "renew_s",
-            "unmap_idle_s",
-            "stall_s",
-            "request_deadline_s",
-            "release_deadline_s",
-            "peer_timeout_s",
-            "peer_idle_s",
-        ):
-            _check_range(field, getattr(self, field), 0.001, 86_400)
-        for field in ("nudge_s", "nudge_limit_s", "tombstone_s"):
-            _check_range(field, getattr(self, field), 0.001, 86_400)
-        _check_range("chunks_in_flight", self.chunks_in_flight, 1, 1024)
-        _check_range("max_sessions", self.max_sessions, 1, 1 << 20)
-        _check_range("max_message_bytes", self.max_message_bytes, 4096, 1 << 30)
-        if self.in_place_run_bytes is not None:
-            _check_range("in_place_run_bytes", self.in_place_run_bytes, 1, 1 << 40)
-        least = 64 if self.chunk_bytes is None else self.chunk_bytes
-        _check_range("chunk_bytes", least, 64, 1 << 40)
+        for field, (least, most) in RANGES.items():
+            if (got := getattr(self, field)) is not None:
+                _check_range(field, got, least, most)
         for field in ("send_arena_bytes", "receive_arena_bytes"):
-            _check_range(field, getattr(self, field), least, 1 << 44)
+            _check_range(field, getattr(self, field), self.chunk_bytes or MIN_CHUNK_BYTES, MAX_ARENA_BYTES)
 
     def _check_address(self) -> None:
-        _check_range("port", self.port, 0, 65535)
         if self.advertised_host is None and self.bind_host in WILDCARDS:
             raise ConfigError(
                 f"advertised_host is needed when bind_host is a wildcard: bind_host={self.bind_host!r}, "
