@@ -105,6 +105,8 @@ class Side:
     """Whose ranks fetch."""
     received: list[tuple[int, Received]] = field(default_factory=list)
     sent: list[tuple[int, RequestId]] = field(default_factory=list)
+    arrived: dict[tuple[int, str], int] = field(default_factory=dict)
+    """How far each order had come at its last news: by rank and request."""
 
     # -- as a prefill engine -----------------------------------------------------------------------------------------
 
@@ -156,6 +158,7 @@ class Side:
             progress = rank.poll()
             self.sent += [(number, request_id) for request_id in progress.sent]
             self.received += [(number, received) for received in progress.received]
+            self.arrived |= {(number, request_id): num_tokens for request_id, num_tokens in progress.arrived}
         return self.sent
 
     # -- as a decode engine ------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 In:  a shape; offers, orders, aborts, deaths.
 Out: Instance, one run after the other at the same addresses; Rank, one rank of one run.
 Law: an element is a number that names its request, layer, head and token. Blocks are scattered into only while their
-     order is open, each element once; they are gathered only while their offer is not over, and overwritten after it.
+     order is open, each element once; they are gathered only while their offer is not over, and overwritten after it. A
+token is gathered only once it was said to be computed.
 """
 
 import zlib
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kv_core.ids import Incarnation, InstanceId, Rank, RequestId, SessionId
+from kv_core.ids import Incarnation, InstanceId, Rank, RequestId, SessionId, TransferId
 from kv_core.spans import Span, ceil_div
 from kv_testing.layouts import make_state
 from kv_testing.sim.clockwork import Process, check
@@ -43,6 +44,7 @@ from kv_transfer.room import Identity, Room
 from kv_transfer.staging import Arena
 
 NUM_LAYERS, NUM_HEADS, NUM_TOKENS, MAX_REQUESTS = 2, 4, 12, 8
+ALL = Span(0, NUM_TOKENS)
 POISON = np.uint64(0xDEAD_DEAD_DEAD_DEAD)
 Elements = npt.NDArray[np.uint64]
 
@@ -91,33 +93,42 @@ class SimCopier:
         num_places = MAX_REQUESTS * ceil_div(NUM_TOKENS, size) * size
         self.elements: Elements = np.zeros((len(share.layers), len(share.heads), num_places), dtype=np.uint64)
         self.times_written = np.zeros(self.elements.shape, dtype=np.int8)
-        self.readable: set[BlockTables] = set()
+        self.num_computed: dict[int, int] = {}
+        """Of each request whose blocks may be read: so many tokens are computed, and were said to be."""
         self.writable: set[BlockTables] = set()
         self._size = size
         self._windows = [state.window_of(layer) for layer in share.layers]
         groups = windows_of(state, share)
         self._groups = [groups.index(window) for window in self._windows]
         # The rule of the spec (5.9), block by block: World has it, and not from the plan.
-        self._own = World(state, {}, (), NUM_TOKENS).blocks_of(rank)
+        self.own_blocks = World(state, {}, (), NUM_TOKENS).blocks_of(rank)
         self._places: dict[tuple[tuple[int, ...], int], npt.NDArray[np.int64]] = {}
 
-    def fill(self, tables: BlockTables, transfer: int) -> None:
-        """What a prefill leaves in its blocks."""
-        self.readable.add(tables)
+    def fill(self, tables: BlockTables, transfer: int, computed: Span = ALL) -> None:
+        """What a prefill leaves in its blocks; `computed` follows what was computed before."""
+        self.num_computed[self._slot_of(tables)] = computed.stop
         for layer, (held, places) in enumerate(self._held(tables)):
-            self.elements[layer][:, places] = self._tags(transfer, layer)[:, held]
+            new = (held >= computed.start) & (held < computed.stop)
+            self.elements[layer][:, places[new]] = self._tags(transfer, layer)[:, held[new]]
 
-    def poison(self, tables: BlockTables) -> None:
-        """The engine uses the blocks for something else."""
-        self.readable.discard(tables)
+    def begin(self, tables: BlockTables) -> None:
+        """The engine uses the blocks for something else; for those who look too early, or too late, they are poison."""
+        self.num_computed.setdefault(self._slot_of(tables), 0)
         for layer, (_, places) in enumerate(self._held(tables)):
             self.elements[layer][:, places] = POISON
+
+    def poison(self, tables: BlockTables) -> None:
+        """Likewise, and nobody may look any more."""
+        self.begin(tables)
+        del self.num_computed[self._slot_of(tables)]
 
     def gather(
         self, chunk: Chunk, tables: BlockTables, staged: memoryview, *, checksum: bool
     ) -> Callable[[], int | None]:
         def run() -> int | None:
-            check(tables in self.readable, "blocks are read after their request was reported as sent")
+            computed = self.num_computed.get(self._slot_of(tables))
+            check(computed is not None, "blocks are read after their request was reported as sent")
+            check(chunk.tokens.stop <= (computed or 0), "tokens are read before they were said to be computed:", chunk)
             staged[:] = b"".join(self.elements[layer][where].tobytes() for layer, where in self._where(chunk, tables))
             return zlib.crc32(staged) if checksum else None
 
@@ -165,6 +176,15 @@ class SimCopier:
 
         return run
 
+    def check_arrived(self, tables: BlockTables, tokens: Span, stop: int, transfer: int, *, why: str) -> None:
+        """Each wanted element before `stop` is here, and right."""
+        for layer, (held, places) in enumerate(self._held(tables)):
+            window = self._windows[layer]
+            first = max(tokens.start, tokens.stop - window + 1) if window else tokens.start
+            is_here = (held >= first) & (held < stop)
+            found, wanted = self.elements[layer][:, places[is_here]], self._tags(transfer, layer)[:, held[is_here]]
+            check(bool((found == wanted).all()), "what is said to have arrived has not:", why, stop)
+
     def check_loaded(self, tables: BlockTables, tokens: Span, transfer: int, *, why: str) -> None:
         """Each wanted element is here, right, and was written once; no other of these blocks was touched."""
         for layer, (held, places) in enumerate(self._held(tables)):
@@ -199,11 +219,15 @@ class SimCopier:
             check(bool((places >= 0).all()), "tokens of another context rank are moved:", chunk)
             yield number, (slice(heads.start - first, heads.stop - first), places)
 
+    def _slot_of(self, tables: BlockTables) -> int:
+        """Whose blocks these are; those of a rank that holds nothing are nobody's."""
+        return next((table[0] // ceil_div(NUM_TOKENS, self._size) for table in tables.by_group if table), -1)
+
     def _places_of(self, table: tuple[int, ...], skipped: int = 0) -> npt.NDArray[np.int64]:
         """The place of each global token; -1 for those of other context ranks, and of blocks that are left out."""
         if (table, skipped) not in self._places:
             places = np.full(NUM_TOKENS, -1, dtype=np.int64)
-            for block, place in zip(self._own[skipped:], table, strict=False):
+            for block, place in zip(self.own_blocks[skipped:], table, strict=False):
                 tokens = np.arange(block * self._size, min((block + 1) * self._size, NUM_TOKENS))
                 places[tokens] = place * self._size + tokens % self._size
             self._places[table, skipped] = places
@@ -337,6 +361,7 @@ class Instance:
         self.is_mappable = is_mappable
         self.on_sent: Callable[[Instance, int, RequestId], None] = lambda *_: None
         self.on_received: Callable[[Instance, int, Received], None] = lambda *_: None
+        self.on_arrived: Callable[[Instance, int, RequestId, int], None] = lambda *_: None
         self.on_settled: Callable[[Instance, Settled], None] = lambda *_: None
         self.num_runs = 0
         self.start()
@@ -372,19 +397,31 @@ class Instance:
         cards = tuple(rank.card for rank in self.ranks)
         self.porter.set_card(InstanceCard(instance=InstanceId(self.name), incarnation=self.incarnation, ranks=cards))
 
-    def offer(self, offer_at: Callable[[Rank], Offer], transfer: int, lease_s: float) -> None:
+    def offer(self, offer_at: Callable[[Rank], Offer], transfer: int) -> None:
         """Blocks are filled; door and ranks learn of it one after the other."""
-        clockwork, door, offer = self.network.clockwork, self.door, offer_at(Rank(0))
-        end, limit = clockwork.now + lease_s, clockwork.now + 3 * lease_s
-        door.do(lambda: self.porter.open(offer.transfer_id, offer.request_id, offer.prompt_key, end, limit))
+        clockwork, offer = self.network.clockwork, offer_at(Rank(0))
+        self.open(offer.transfer_id, offer.request_id, offer.prompt_key)
         for rank in self.ranks:
             offered = offer_at(rank.card.rank)
             rank.copier.fill(offered.tables, transfer)
             hand_in = lambda rank=rank, it=offered: rank.process.do(lambda: rank.core.sender.offer(it, None))  # noqa: E731
             clockwork.after(0.01 * clockwork.dice.random(), hand_in)
-        self._unsettled.add(offer.request_id)
+
+    def open(self, transfer_id: TransferId, request_id: RequestId, prompt_key: bytes) -> None:
+        """The door learns of an offer."""
+        door, porter, ends = self.door, self.porter, self._ends()
+        door.do(lambda: porter.open(transfer_id, request_id, prompt_key, *ends))
+        self._unsettled.add(request_id)
         if len(self._unsettled) == 1:
             self._collect(door)
+
+    def restart_lease(self, request_id: RequestId) -> None:
+        """The door learns that its prompt is computed; in the door's process."""
+        self.porter.restart(request_id, *self._ends())
+
+    def _ends(self) -> tuple[float, float]:
+        now = self.network.clockwork.now
+        return now + self.config.lease_s, now + 3 * self.config.lease_s
 
     def order(self, number: int, order: ReceiveOrder, began: Callable[[], None]) -> None:
         """One rank begins to fetch its part, once it runs."""
@@ -447,7 +484,8 @@ class Instance:
         )
         sent = lambda request_id: self.on_sent(self, number, request_id)  # noqa: E731
         received = lambda outcome: self.on_received(self, number, outcome)  # noqa: E731
-        core = Core(room, send, receive, copier, sent, received)  # type: ignore[arg-type]
+        arrived = lambda request_id, stop: self.on_arrived(self, number, request_id, stop)  # noqa: E731
+        core = Core(room, send, receive, copier, sent, received, arrived)  # type: ignore[arg-type]
         # Why: nobody reads the published status here, and measuring it is a quarter of a schedule's time.
         core._publish_at = float("inf")
         sessions = core.loads.receiver._sessions

@@ -16,6 +16,7 @@ from random import Random
 from kv_core.ids import Rank, RequestId, TransferId
 from kv_core.spans import Span
 from kv_testing.sim.clockwork import Clockwork, Process, Violation, Weather, check
+from kv_testing.sim.growth import Growth
 from kv_testing.sim.instances import NUM_TOKENS, Instance, state_of, tables_of
 from kv_testing.sim.network import Network
 from kv_transfer.config import TransferConfig
@@ -32,6 +33,8 @@ TIMERS_S = 15.0
 """More than the longest pause of anything that ends by itself."""
 FAILING = 0.06
 """Chance of a rank that the thread of its agent fails."""
+GROWING = 0.3
+"""Chance of a prompt that it is offered before it is computed."""
 PROMPT = b"k" * 32
 SHAPES = [(1, (2,), 1), (2, (2,), 1), (3, (2,), 1), (1, (2,), 2), (1, (1, 1), 1), (2, (1, 1), 1), (4, (2,), 1)]
 """Tensor ranks, layers of each stage, context ranks."""
@@ -56,7 +59,7 @@ class Request:
     prefill: Instance
     decode: Instance
     tokens: Span
-    is_last: bool = False
+    is_growing: bool = False
     ordered: dict[int, float] = field(default_factory=dict)
     run: int = 0
     outcomes: dict[int, Received] = field(default_factory=dict)
@@ -94,6 +97,7 @@ class World:
         self.dice = dice = Random(seed)
         # Dice of its own: schedules in which no thread fails are the same with and without this fault.
         self.ill = Random(f"threads that fail {seed}")
+        self.growth = Random(f"prompts that are computed meanwhile {seed}")
         self.clockwork = Clockwork(dice, draw_weather(dice))
         self.network = Network(self.clockwork)
         arena = 4096 * dice.choice((1, 2, 3, 8))
@@ -136,6 +140,7 @@ class World:
         dice, after = self.dice, self.clockwork.after
         for number in range(dice.choice((1, 2, 2, 3, 5))):
             request = self._request(number)
+            request.is_growing = self.growth.random() < GROWING
             start = 2.0 * dice.random() ** 2
             after(start, partial(self._order, request))
             if dice.random() < 0.95:
@@ -175,10 +180,14 @@ class World:
     def _offer(self, request: Request) -> None:
         if not request.prefill.is_whole:
             return
+        if request.is_growing:
+            growth = Growth(request.prefill, request.request_id, request.number, self.growth)
+            growth.begin(request.transfer_id, PROMPT, partial(request.tables, request.prefill))
+            return
         offer_at = lambda rank: Offer(  # noqa: E731
             request.transfer_id, request.request_id, PROMPT, request.tables(request.prefill, rank)
         )
-        request.prefill.offer(offer_at, request.number, LEASE_S)
+        request.prefill.offer(offer_at, request.number)
 
     def _order(self, request: Request) -> None:
         decode = request.decode
@@ -244,6 +253,12 @@ class World:
         self.outcomes["ok" if received.ok else "failed"] += 1
         if len(request.outcomes) == len(instance.ranks):
             self._release(request)
+
+    def _on_arrived(self, instance: Instance, number: int, request_id: RequestId, stop: int) -> None:
+        request = next(each for each in self.requests if each.request_id == request_id)
+        check(number not in request.outcomes, "an order has come further after its end:", request_id, number)
+        tables, why = request.tables(instance, number), f"{request_id} rank {number}"
+        instance.ranks[number].copier.check_arrived(tables, request.tokens, stop, request.number, why=why)
 
     def _release(self, request: Request) -> None:
         decode, prefill = request.decode, request.prefill
@@ -337,6 +352,7 @@ class World:
         state = state_of(tp, stages, self.dice.choice((2, 4, 12)), cp, cut, self.windows)
         made = Instance(self.network, name, state, config, is_mappable=self.dice.random() < 0.6)
         made.on_received, made.on_sent, made.on_settled = self._on_received, self._on_sent, self._on_settled
+        made.on_arrived = self._on_arrived
         return made
 
 

@@ -79,7 +79,7 @@ UNSPEAKABLE = [
     m.InstanceHello(incarnation="r" * 201),
     m.InstanceHello(incarnation="\ud800"),
     m.Pong(incarnation="", rank=None),
-    m.Ready(session="not hex", num_chunks=1, num_bytes=1, blocks=None),
+    m.Ready(session="not hex", num_chunks=1, num_bytes=1, num_computed=1, blocks=None),
     m.Data(session=SESSION, seq=-1, num_bytes=1 << 62, checksum=None),
 ]
 

@@ -9,7 +9,7 @@ from kv_core.spans import Span
 from kv_testing.layouts import make_state
 from kv_testing.messages import SAMPLES
 from kv_testing.worlds import FAST, make_side, sides
-from kv_transfer import send_session
+from kv_transfer import admission
 from kv_transfer.agent.loopback import LoopbackHub
 from kv_transfer.plan.cache_state import BlockLayout, ParallelLayout
 from kv_transfer.plan.plan import Piece, chunks_of
@@ -28,10 +28,10 @@ def test_the_bound_of_chunks_counts_what_moves(monkeypatch, tile):
     ask = msgspec.structs.replace(usual, tokens=Span(15, 17), pieces=pieces, chunk_bytes=CHUNK_BYTES)
     num_bytes = sum(chunk.num_bytes for chunk in chunks_of(pieces, ask.tokens, state, CHUNK_BYTES))
     ask = msgspec.structs.replace(ask, chunk_bytes=num_bytes)
-    monkeypatch.setattr(send_session, "MAX_CHUNKS", 2)
-    assert send_session.misfit(ask, state, share, CHUNK_BYTES, None) == ""
-    monkeypatch.setattr(send_session, "MAX_CHUNKS", 1)
-    assert f"too many chunks: bytes={num_bytes}" in send_session.misfit(ask, state, share, CHUNK_BYTES, None)
+    monkeypatch.setattr(admission, "MAX_CHUNKS", 2)
+    assert admission.misfit(ask, state, share, CHUNK_BYTES, None) == ""
+    monkeypatch.setattr(admission, "MAX_CHUNKS", 1)
+    assert f"too many chunks: bytes={num_bytes}" in admission.misfit(ask, state, share, CHUNK_BYTES, None)
 
 
 def test_more_pieces_than_a_message_may_have_are_a_reason_at_once():

@@ -2,7 +2,8 @@
 
 In:  sessions that may take memory; Data of their chunks; ends of scatters (mover).
 Out: Grants; for each chunk one report to the receiver: scattered, or bad.
-Law: only memory that is there is granted, so waiting is back-pressure and never deadlock. The engine's blocks are
+Law: only memory that is there is granted, and only for what is computed: waiting is back-pressure and never deadlock,
+     and who waits for a prompt to be computed keeps no memory from others. The engine's blocks are
      written by our own scatter alone, after the bytes are verified. What is granted and not accounted for goes to
      quarantine when its session ends.
 
@@ -115,7 +116,7 @@ class Arrivals:
 
     def _serve(self, session: ReceiveSession) -> Turn:
         if not session.has_more or len(session.granted) >= self._room.config.chunks_in_flight:
-            # It comes back when a chunk of it has arrived.
+            # It comes back when a chunk of it has arrived, or more is computed.
             return Turn.OVER
         num_bytes, owner = session.chunks[session.next_seq].num_bytes, session.peer.run
         if not self._arena.has_share(num_bytes, owner):
@@ -149,6 +150,7 @@ class Arrivals:
             self._listener.chunk_bad(session, f"chunk {seq} of {session.peer}: {moved.error}")
         elif load.is_open:
             session.is_moved(1, chunk.num_bytes, self._room.timers.clock())
+            session.scattered.reach(seq)
             self._room.counters.add("bytes_in", chunk.num_bytes)
             self._room.counters.add("chunks_in")
             self._listener.chunk_scattered(session)

@@ -62,10 +62,11 @@ class Core:
         copier: Copier,
         on_sent: Callable[[RequestId], None],
         on_received: Callable[[Received], None],
+        on_arrived: Callable[[RequestId, int], None] = lambda *_: None,
     ) -> None:
         self.peers = Peers(room)
         self.sender = Sender(room, self.peers, send_arena, copier, on_sent)
-        self.loads = Loads(room, self.peers, receive_arena, copier, on_received)
+        self.loads = Loads(room, self.peers, receive_arena, copier, on_received, on_arrived)
         self._room = room
         self._arenas = (send_arena, receive_arena)
         self._room_bytes = sum(arena.num_free_bytes for arena in self._arenas)
@@ -149,6 +150,7 @@ class Core:
             "sessions_receiving": receiving,
             "parked": self.sender.num_parked,
             "offers": len(self.sender.offers),
+            "growing": self.sender.offers.num_growing,
             "loads": len(self.loads),
             "leases": sum(arena.num_leases for arena in self._arenas),
             "quarantined": sum(arena.num_quarantined for arena in self._arenas),

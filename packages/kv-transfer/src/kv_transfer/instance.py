@@ -87,10 +87,16 @@ class InstanceDoor:
         if request_id in self._open:
             raise CallerError(f"the request is offered already: request={request_id}")
         self._open.add(request_id)
-        lease = self._config.lease_s if lease_s is None else lease_s
-        now = self._reactor.timers.clock()
-        ends = now + lease, now + self._config.max_lease_s
+        ends = self._ends(lease_s)
         self._reactor.post(lambda: self._porter.open(transfer_id, request_id, prompt_key, *ends))
+
+    def restart_lease(self, request_id: RequestId, lease_s: float | None = None) -> None:
+        """The lease of an offer that grew begins now, when its prompt is computed; nothing happens if it is not open.
+
+        Such an offer is opened with a lease that covers the computation, so that it can be released meanwhile.
+        """
+        ends = self._ends(lease_s)
+        self._reactor.post(lambda: self._porter.restart(request_id, *ends))
 
     def withdraw_offer(self, request_id: RequestId, reason: str) -> None:
         """Settles an offer for a reason of the engine's own; nothing happens if it is not open."""
@@ -123,6 +129,11 @@ class InstanceDoor:
         """
         message = Release(**_words_of(errand))
         self._reactor.post(lambda: self._porter.releaser.release((errand.host, errand.port), message))
+
+    def _ends(self, lease_s: float | None) -> tuple[float, float]:
+        """When a lease that begins now ends, and when at the latest."""
+        now = self._reactor.timers.clock()
+        return now + (self._config.lease_s if lease_s is None else lease_s), now + self._config.max_lease_s
 
     def status(self) -> Status:
         """Gauges "offers", "holds" of remote offers and "releases" (not yet answered), and counters."""
@@ -164,6 +175,9 @@ class _Porter:
         self._leases.open((transfer_id, prompt_key), request_id, lease_end, limit)
         self._reactor.counters.add("offers_opened")
         self._arm(EXPIRY_PERIOD_S)
+
+    def restart(self, request_id: RequestId, lease_end: float, limit: float) -> None:
+        self._leases.restart(request_id, lease_end, limit)
 
     def withdraw(self, request_id: RequestId, reason: str) -> None:
         self._end(self._leases.withdraw(request_id, reason, self._reactor.timers.clock()))

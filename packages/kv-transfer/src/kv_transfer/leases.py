@@ -63,6 +63,11 @@ class LeaseBook:
             lease.end = max(lease.end, min(end, lease.limit))
         return bool(leases)
 
+    def restart(self, request_id: RequestId, end: float, limit: float) -> None:
+        """The lease of an open offer begins only now: its prompt is computed. Nothing happens if it is not open."""
+        if request_id in self._pair_of:
+            self._pairs[self._pair_of[request_id]].leases[request_id] = _Lease(end, max(end, limit))
+
     def release(
         self, transfer_id: TransferId, prompt_key: bytes | None, consumer: str, now: float
     ) -> tuple[bool, Settled | None]:

@@ -12,13 +12,14 @@ from kv_core.ids import Incarnation, SessionId
 from kv_transfer.gate import Gate
 from kv_transfer.orders import LoadTimes, Received, ReceiveOrder
 from kv_transfer.peer import Peer
-from kv_transfer.plan.plan import Chunk
-from kv_transfer.protocol.messages import Ask, SharedBlocks
+from kv_transfer.plan.plan import Chunk, needed
+from kv_transfer.protocol.messages import Ask, Ready, SharedBlocks
 from kv_transfer.protocol.session import Receiving
 from kv_transfer.quarantine import Writer
 from kv_transfer.reports import Direction, Leg, Marks, Path, TransferReport, latest
 from kv_transfer.staging import StagingLease
 from kv_transfer.timers import Timer
+from kv_transfer.watermark import Watermark
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +61,11 @@ class Load:
     @property
     def is_open(self) -> bool:
         return self.outcome is None
+
+    @property
+    def arrived(self) -> int:
+        """All that the order wants of the tokens before this one is in our blocks."""
+        return min((each.arrived for each in self.sessions), default=self.order.tokens.start)
 
     def decide(self, outcome: str) -> bool:
         """The one outcome; False if there was one already."""
@@ -125,11 +131,16 @@ class ReceiveSession:
     """Regions that the sender may write now."""
     doubted: set[int] = field(default_factory=set)
     """Chunks whose regions are in quarantine."""
+    num_computed: int = 0
+    """Tokens of the prompt that the sender had computed when it told us last."""
     blocks: SharedBlocks | None = None
     """Where a sender that is read directly keeps what was asked for."""
+    is_read: bool = False
+    """Its one read has begun, or has failed to."""
     is_proven: bool = False
     """The sender has said that what was read directly is what it offered."""
     num_arrived: int = 0
+    scattered: Watermark = field(init=False)
     num_moved: int = 0
     """Chunks that are in our blocks."""
     moved_bytes: int = 0
@@ -138,6 +149,7 @@ class ReceiveSession:
 
     def __post_init__(self) -> None:
         self.marks = Marks(self.load.stamps.ordered)
+        self.scattered = Watermark(self.chunks, self.ask.tokens)
 
     @property
     def name(self) -> SessionId:
@@ -168,6 +180,13 @@ class ReceiveSession:
         if self.num_unscattered == 0:
             self.marks.scattered = now
 
+    @property
+    def arrived(self) -> int:
+        """All that it takes of the tokens before this one is in our blocks, and counts."""
+        if self.ask.direct:
+            return self.ask.tokens.stop if self.is_done else self.ask.tokens.start
+        return self.scattered.stop
+
     def leg(self, now: float) -> Leg:
         """What is told of it."""
         return Leg(
@@ -192,8 +211,27 @@ class ReceiveSession:
 
     @property
     def has_more(self) -> bool:
-        """Whether a chunk waits for memory."""
-        return self.state is Receiving.MOVING and self.next_seq < len(self.chunks)
+        """Whether a chunk waits for memory: one that is computed."""
+        if self.state is not Receiving.MOVING or self.next_seq == len(self.chunks):
+            return False
+        return needed(self.chunks[self.next_seq], self.ask.tokens).stop <= self.num_computed
+
+    @property
+    def is_all_computed(self) -> bool:
+        """Whether the sender need not tell us of progress any more."""
+        return self.num_computed >= self.ask.tokens.stop
+
+    def hears(self, ready: Ready) -> None:
+        """So much is computed; Readys may come in any order."""
+        self.num_computed = max(self.num_computed, ready.num_computed)
+        self.blocks = self.blocks or ready.blocks
+
+    @property
+    def doing(self) -> str:
+        """What it is about, for whoever waited in vain."""
+        is_waiting = self.state is Receiving.MOVING and not self.is_all_computed
+        lack = f", computed=[0, {self.num_computed}), wanted={self.ask.tokens}" if is_waiting else ""
+        return f"{self.peer}: {self.state.name.lower()}{lack}"
 
     def writer(self, seq: int) -> Writer:
         """The name under which a region of this chunk is kept in quarantine."""

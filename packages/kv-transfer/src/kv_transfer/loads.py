@@ -38,14 +38,21 @@ class Loads:
     """All orders that are not reported; of the reactor's thread."""
 
     def __init__(
-        self, room: Room, peers: Peers, arena: Arena, copier: Copier, on_received: Callable[[Received], None]
+        self,
+        room: Room,
+        peers: Peers,
+        arena: Arena,
+        copier: Copier,
+        on_received: Callable[[Received], None],
+        on_arrived: Callable[[RequestId, int], None] = lambda *_: None,
     ) -> None:
-        """`on_received` is told the outcome of each order, once."""
+        """`on_received` is told the outcome of each order, once; `on_arrived` meanwhile how far it has come."""
         self.directory = Directory(room)
         self.receiver = Receiver(room, peers, arena, copier, self)
         self._room = room
         self._peers = peers
         self._on_received = on_received
+        self._on_arrived = on_arrived
         self._loads: dict[RequestId, Load] = {}
         self._is_closing = False
 
@@ -98,10 +105,12 @@ class Loads:
             self._decide(load, why)
 
     def session_moved(self, session: ReceiveSession) -> None:
-        """Perhaps the load is complete, or is quiet at last."""
+        """Perhaps the load is complete, or is quiet at last; or it has come further."""
         load = session.load
         if load.is_open and load.sessions and all(each.is_done for each in load.sessions):
             self._decide(load, "")
+        elif load.is_open and session in load.sessions:
+            self._on_arrived(load.order.request_id, load.arrived)
         self._report(load)
 
     # -- a load's life -----------------------------------------------------------------------------------------------
@@ -179,7 +188,7 @@ class Loads:
         self._resolve(load)
 
     def _too_late(self, load: Load) -> None:
-        states = ", ".join(f"{session.peer}: {session.state.name.lower()}" for session in load.sessions)
+        states = ", ".join(session.doing for session in load.sessions)
         self._decide(
             load, f"deadline of {self._room.config.request_deadline_s} s: {states or 'no card of the instance'}"
         )

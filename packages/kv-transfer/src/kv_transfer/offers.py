@@ -3,7 +3,8 @@
 In:  offers, settlements by the instance door, readers that begin and end.
 Out: which offer serves an ask; which requests are over.
 Law: a request is over once, and only after it is settled and its last reader has ended: blocks are never freed under
-     a reader, and settling never cuts one off. A settled offer takes no new reader.
+     a reader, and settling never cuts one off. A settled offer takes no new reader. A growing offer is not over before
+     it is complete; abandoned, it serves nobody, and is forgotten at once: its blocks are its engine's again.
 
 No I/O and no clock; of one thread. A pair is (transfer id, prompt key).
 """
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from kv_core.errors import CallerError
 from kv_core.ids import Generation, RequestId, TransferId
+from kv_transfer.growth import HeldGrowth, Standing, Step
 from kv_transfer.orders import Offer
 from kv_transfer.tombstones import Tombstones
 
@@ -24,11 +26,11 @@ Pair = tuple[TransferId, bytes]
 
 @dataclass(slots=True, eq=False)
 class HeldOffer:
-    """One offer; `filled` is the event after which its blocks hold what was promised (CUDA)."""
+    """One offer, and what of it may be read."""
 
     offer: Offer
     generation: Generation
-    filled: "torch.cuda.Event | None"
+    growth: HeldGrowth
     num_readers: int = 0
     is_settled: bool = False
 
@@ -52,19 +54,56 @@ class OfferBook:
         """Number of offers that are not over."""
         return len(self._by_request)
 
-    def add(self, offer: Offer, filled: "torch.cuda.Event | None", now: float) -> bool:
-        """One more offer; False if it is over already, because it was settled before it came."""
+    @property
+    def num_growing(self) -> int:
+        """Offers whose prompt is being computed."""
+        return sum(held.growth.is_growing for held in self._by_request.values())
+
+    def add(
+        self, offer: Offer, filled: "torch.cuda.Event | None", now: float, standing: Standing | None = None
+    ) -> bool:
+        """One more offer; False if it is over already, because it was settled before it came.
+
+        `filled` is the event after which its blocks hold what is computed (CUDA).
+        """
         if offer.request_id in self._by_request:
             raise CallerError(f"the request is offered already: request={offer.request_id}")
         self._generation += 1
-        held = HeldOffer(offer, Generation(self._generation), filled)
+        is_growing = offer.num_computed is not None
+        computed = offer.num_tokens if offer.num_computed is None else offer.num_computed
+        growth = HeldGrowth(offer.tables, [Step(computed, filled)], is_growing, standing or Standing())
+        held = HeldOffer(offer, Generation(self._generation), growth)
         reason = self._early.word((offer.transfer_id, offer.request_id))
         if reason is not None:
             self._gone.bury(held.pair, reason, now)
-            return False
+            held.is_settled = True
+            if not is_growing:
+                return False
+            self._by_request[offer.request_id] = held
+            return True
         self._by_request[offer.request_id] = held
         self._by_pair.setdefault(held.pair, []).append(held)
         return True
+
+    def get(self, request_id: RequestId) -> HeldOffer | None:
+        """The offer of this request, if it is not over."""
+        return self._by_request.get(request_id)
+
+    def complete(self, request_id: RequestId) -> bool:
+        """A growing offer has all of its prompt, and is as any other; True if the request is over with that."""
+        held = self._by_request.get(request_id)
+        if held is None:
+            return False
+        held.growth.is_growing = False
+        return self._is_over(held)
+
+    def abandon(self, request_id: RequestId, reason: str, now: float) -> HeldOffer | None:
+        """A growing offer ends without its prompt; None if it is not known any more."""
+        held = self._by_request.pop(request_id, None)
+        if held is not None and not held.is_settled:
+            held.is_settled = True
+            self._unlist(held, reason, now)
+        return held
 
     def settle(self, transfer_id: TransferId, request_id: RequestId, reason: str, now: float) -> bool:
         """No new reader from now on; True if the request is over with that."""
@@ -75,18 +114,18 @@ class OfferBook:
         if held.is_settled:
             return False
         held.is_settled = True
-        offers = self._by_pair[held.pair]
-        offers.remove(held)
-        if not offers:
-            del self._by_pair[held.pair]
-            self._gone.bury(held.pair, reason, now)
+        self._unlist(held, reason, now)
         return self._is_over(held)
 
     def find(self, pair: Pair, num_tokens: int) -> HeldOffer | None:
-        """An offer of this pair that serves new readers and holds that many tokens; the longest if none does."""
+        """An offer of this pair that serves new readers and has most of so many tokens computed.
+
+        The longest, if none will ever have so many.
+        """
         offers = self._by_pair.get(pair, ())
-        fitting = next((held for held in offers if held.offer.num_tokens >= num_tokens), None)
-        return fitting or max(offers, key=lambda held: held.offer.num_tokens, default=None)
+        fitting = [held for held in offers if held.offer.num_tokens >= num_tokens]
+        furthest = max(fitting, key=lambda held: min(held.growth.num_computed, num_tokens), default=None)
+        return furthest or max(offers, key=lambda held: held.offer.num_tokens, default=None)
 
     def why_gone(self, pair: Pair) -> str | None:
         """How the last offer of this pair ended; None if there never was one, or there is one now."""
@@ -105,10 +144,13 @@ class OfferBook:
 
     def is_current(self, held: HeldOffer, generation: Generation) -> bool:
         """Whether what was read since `generation` was seen is still what was offered."""
-        return self._by_request.get(held.offer.request_id) is held and held.generation == generation
+        is_known = self._by_request.get(held.offer.request_id) is held and held.generation == generation
+        return is_known and not held.growth.standing.ended
 
     def settle_all(self, reason: str, now: float) -> list[RequestId]:
-        """Settles whatever is left; answers which requests are over with that."""
+        """Settles whatever is left, and abandons what grows; answers which requests are over with that."""
+        for request_id in [request_id for request_id, held in self._by_request.items() if held.growth.is_growing]:
+            self.abandon(request_id, reason, now)
         ends = [(held.offer.transfer_id, request_id) for request_id, held in self._by_request.items()]
         return [request_id for transfer_id, request_id in ends if self.settle(transfer_id, request_id, reason, now)]
 
@@ -117,10 +159,20 @@ class OfferBook:
         listed = [held for offers in self._by_pair.values() for held in offers]
         serving = [held for held in self._by_request.values() if not held.is_settled]
         assert sorted(map(id, listed)) == sorted(map(id, serving)), "law: an offer is listed exactly while it serves"
-        assert all(held.num_readers or not held.is_settled for held in self._by_request.values()), "law: over is gone"
+        waiting = [held.num_readers or held.growth.is_growing for held in self._by_request.values() if held.is_settled]
+        assert all(waiting), "law: over is gone"
+
+    def _unlist(self, held: HeldOffer, reason: str, now: float) -> None:
+        """It takes no new reader."""
+        offers = self._by_pair[held.pair]
+        offers.remove(held)
+        if not offers:
+            del self._by_pair[held.pair]
+            self._gone.bury(held.pair, reason, now)
 
     def _is_over(self, held: HeldOffer) -> bool:
-        if held.is_settled and held.num_readers == 0:
+        # One that was abandoned never stopped growing.
+        if held.is_settled and held.num_readers == 0 and not held.growth.is_growing:
             del self._by_request[held.offer.request_id]
             return True
         return False

@@ -1,7 +1,7 @@
 """What an engine hands to a Transceiver, and what it polls for.
 
-Out: Offer, ReceiveOrder (engine to us), with BlockTables; Received, Progress (us to engine); Settled (instance door to
-engine).
+Out: Offer, ReceiveOrder (engine to us), with BlockTables; Received, Arrived, Progress (us to engine); Settled (instance
+door to engine).
 Law: torch-free values. Block ids are of the engine's own pool.
 """
 
@@ -11,6 +11,9 @@ from typing import NamedTuple
 from kv_core.ids import Incarnation, RequestId, TransferId
 from kv_core.spans import Span
 from kv_transfer.reports import TransferReport
+
+Tables = tuple[tuple[int, ...], ...]
+"""A block table for each group of layers that share one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +26,16 @@ class BlockTables:
     """
 
     num_tokens: int
-    by_group: tuple[tuple[int, ...], ...]
+    by_group: Tables
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Blocks of one finished prefill request that peers may read until it is settled.
+    """Blocks of one prefill request that peers may read until it is settled.
+
+    It may *grow*: be offered before its prompt is computed. `tables.num_tokens` is the length of the prompt all the
+    same, but tables need not list more blocks than `num_computed` tokens take; `Transceiver.advance` tells the rest. In
+    a table of layers with a window, blocks that the engine takes back while it computes are holes from the first.
 
     Several offers may share a transfer id (one client call cut into several requests); equal prompts then have equal
     prompt keys, and an ask is served from any live offer of its (transfer id, prompt key).
@@ -38,10 +45,12 @@ class Offer:
     request_id: RequestId
     prompt_key: bytes
     tables: BlockTables
+    num_computed: int | None = None
+    """None: the prompt is computed. Else the offer grows, and tokens [0, num_computed) are computed so far."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that may be asked for: [0, num_tokens)."""
+        """Tokens that may be asked for: [0, num_tokens). Those not computed yet are waited for."""
         return self.tables.num_tokens
 
 
@@ -92,9 +101,19 @@ class Received:
     times: LoadTimes
 
 
+class Arrived(NamedTuple):
+    """How far an order has come that is not reported yet.
+
+    All that it wants of the tokens before `num_tokens` is verified and in our blocks. It may fail nevertheless.
+    """
+
+    request_id: RequestId
+    num_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What has ended since the last poll; each request id is reported once.
+    """What has ended since the last poll, each request id once; and what orders have come further, if they run.
 
     `reports` tells of every load and of every session that has sent, whatever became of it.
     """
@@ -102,6 +121,7 @@ class Progress:
     sent: tuple[RequestId, ...]
     received: tuple[Received, ...]
     reports: tuple[TransferReport, ...] = ()
+    arrived: tuple[Arrived, ...] = ()
 
 
 class Errand(NamedTuple):

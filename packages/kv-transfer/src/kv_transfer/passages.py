@@ -3,6 +3,7 @@
 In:  grants of sessions that are being served; ends of gathers (mover) and of writes (agent).
 Out: for each chunk one report to the sender: written, failed, or nothing of it is under way any more.
 Law: a chunk is written only by a session that is being served, from an offer that is still the same after the gather.
+     Only computed tokens are gathered.
      What is posted keeps its staging until its physical end, or until the agent has taken it back.
 
 Sessions take turns for memory (turns). What chunks for one instance hold of the arena is at most its share
@@ -22,6 +23,7 @@ from kv_transfer.copies import Copier
 from kv_transfer.lanes import Lane
 from kv_transfer.mover import Moved
 from kv_transfer.offers import OfferBook
+from kv_transfer.plan.plan import needed
 from kv_transfer.protocol.messages import Grant, RefuseCode
 from kv_transfer.protocol.session import Sending
 from kv_transfer.room import Room
@@ -115,9 +117,10 @@ class Passages:
         session.marks.granted = session.marks.granted or self._room.timers.clock()
         session.moves.begun.add(chunk.seq)
         session.moves.reads.add(chunk.seq)
-        job = self._copier.gather(chunk, held.offer.tables, lease.slice.tensor, checksum=session.ask.checksum)
+        job = self._copier.gather(chunk, held.growth.tables, lease.slice.tensor, checksum=session.ask.checksum)
         then = partial(self._gathered, session, Passage(chunk, grant.slice, lease), held.generation)
-        self._room.copies.submit(job, held.filled, then, session.gate, lane=Lane.OUT)
+        filled = held.growth.filled(needed(chunk, session.ask.tokens).stop)
+        self._room.copies.submit(job, filled, then, session.gate, lane=Lane.OUT)
 
     def _gathered(self, session: SendSession, passage: Passage, generation: Generation, moved: Moved) -> None:
         """The chunk lies in our staging: write it, if it is still wanted and still what was offered."""
@@ -139,7 +142,8 @@ class Passages:
         if moved.error is not None:
             return f"the gather failed: {moved.error}"
         if session.held is None or not self._offers.is_current(session.held, generation):
-            return "the offer changed while it was read"
+            revoked = "" if session.held is None else session.held.growth.standing.ended
+            return revoked or "the offer changed while it was read"
         return ""
 
     def _write(self, session: SendSession, seq: int) -> None:

@@ -132,7 +132,7 @@ class Receiver:
             return
         if session.state is Receiving.ASKING:
             session.load.stamps.ready = session.marks.ready = self._room.timers.clock()
-            session.blocks = ready.blocks
+        session.hears(ready)
         self._on(session, ReceiveEvent.READY)
 
     def refused(self, peer: Peer, refuse: Refuse) -> None:
@@ -234,10 +234,13 @@ class Receiver:
         match action:
             case ReceiveAction.SAY_ASK | ReceiveAction.SAY_CLOSE | ReceiveAction.SAY_CANCEL:
                 self._say(session, action)
+            case ReceiveAction.ASK_PROGRESS:
+                if not session.is_all_computed:
+                    self._say(session, ReceiveAction.SAY_ASK)
             case ReceiveAction.SAY_GRANTS:
                 self.arrivals.remind(session)
             case ReceiveAction.GRANT:
-                self.arrivals.wait(session) if session.path is Path.STAGED else self.reads.begin(session)
+                self._take(session)
             case ReceiveAction.QUARANTINE:
                 self.arrivals.doubt(session)
             case ReceiveAction.FREE_ALL:
@@ -248,6 +251,14 @@ class Receiver:
             case ReceiveAction.FREE_CHUNK:
                 assert data is not None
                 self.arrivals.settle(session, data)
+
+    def _take(self, session: ReceiveSession) -> None:
+        """What is computed, in memory of ours; or where it lies, once all of it is computed."""
+        if session.path is Path.STAGED:
+            self.arrivals.wait(session)
+        elif session.is_all_computed and not session.is_read:
+            session.is_read = True
+            self.reads.begin(session)
 
     def _say(self, session: ReceiveSession, action: ReceiveAction) -> None:
         message: Ask | Close | Cancel

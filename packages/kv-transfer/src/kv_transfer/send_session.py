@@ -5,20 +5,17 @@ Out: the chunks to move, each once, and what its table says to do.
 Law: a chunk is begun at most once, however often it is granted; its Data, once known, never changes.
 """
 
-from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
 
 from kv_core.ids import RequestId, SessionId
-from kv_core.spans import Span
 from kv_transfer.agent.base import Ticket
 from kv_transfer.agent.cards import RemoteSlice
 from kv_transfer.gate import Gate
 from kv_transfer.offers import HeldOffer, Pair
 from kv_transfer.peer import Peer
-from kv_transfer.plan.cache_state import CacheState, Share
-from kv_transfer.plan.plan import Chunk, Piece, num_bytes_of, widened
-from kv_transfer.protocol.messages import MAX_CHUNKS, Ask, Data, Grant, Ready, RefuseCode, SharedBlocks, clipped
+from kv_transfer.plan.plan import Chunk, needed
+from kv_transfer.protocol.messages import Ask, Data, Grant, RefuseCode, clipped
 from kv_transfer.protocol.session import SendEvent, Sending
 from kv_transfer.reports import Direction, Leg, Marks, Path, TransferReport
 from kv_transfer.staging import StagingLease
@@ -129,6 +126,11 @@ class SendSession:
         return 0 if stops and self.gate.shut() else self.moves.num_reads
 
     @property
+    def lack(self) -> str:
+        """What of the offer's prompt is wanted and not computed; empty if nothing is, or there is no offer."""
+        return "" if self.held is None else self.held.growth.lack(self.ask.tokens)
+
+    @property
     def num_in_flight(self) -> int:
         """Chunks between their first gather and the end of their write."""
         return self.moves.num_reads + self.moves.num_writes
@@ -144,67 +146,10 @@ class SendSession:
         """Why this grant cannot take its chunk; empty if it can."""
         if grant.seq >= len(self.chunks):
             return f"no such chunk: seq={grant.seq}, chunks={len(self.chunks)}"
-        wanted = self.chunks[grant.seq].num_bytes
+        chunk = self.chunks[grant.seq]
+        if self.held is not None and (lack := self.held.growth.lack(needed(chunk, self.ask.tokens))):
+            return f"chunk {grant.seq} is granted too early: {lack}"
+        wanted = chunk.num_bytes
         if grant.slice.num_bytes != wanted:
             return f"chunk {grant.seq} and its grant differ in bytes: ours={wanted}, theirs={grant.slice.num_bytes}"
         return ""
-
-
-def ready_of(session: SendSession, blocks: SharedBlocks | None) -> Ready:
-    """That the offer is held, and what is to come; to a direct reader also where it is."""
-    num_bytes = sum(chunk.num_bytes for chunk in session.chunks)
-    return Ready(session=session.name, num_chunks=len(session.chunks), num_bytes=num_bytes, blocks=blocks)
-
-
-def shared_blocks(ask: Ask, state: CacheState, share: Share, held: HeldOffer) -> SharedBlocks:
-    """Our own blocks of the tokens asked for."""
-    tables, wanted = held.offer.tables, widened(ask.tokens, state).blocks(state.tokens_per_block)
-    ours = state.token_share(share.context_rank, tables.num_tokens).blocks
-    first, stop = bisect_left(ours, wanted.start), bisect_left(ours, wanted.stop)
-    return SharedBlocks(first=first, by_group=tuple(table[first:stop] for table in tables.by_group))
-
-
-def misfit(ask: Ask, state: CacheState, share: Share, max_chunk_bytes: int, held: HeldOffer | None) -> str:
-    """Why this rank can never serve this ask, or not from this offer; empty if it can."""
-    for piece in ask.pieces:
-        if not (share.layers.covers(piece.layers) and share.heads.covers(piece.heads)):
-            ours = f"layers {share.layers} heads {share.heads}"
-            return f"pieces are not ours: ours={ours}, theirs=layers {piece.layers} heads {piece.heads}"
-    if ask.chunk_bytes > max_chunk_bytes:
-        return f"chunks are too large: ours={max_chunk_bytes}, theirs={ask.chunk_bytes}"
-    moved = [(piece, widened(_tokens(piece, ask), state)) for piece in ask.pieces]
-    num_bytes = sum(num_bytes_of(piece.layers, piece.heads, tokens, state) for piece, tokens in moved)
-    # A chunk is at least half full, or the last of its row.
-    if 2 * num_bytes // ask.chunk_bytes > MAX_CHUNKS:
-        return f"too many chunks: bytes={num_bytes}, chunk={ask.chunk_bytes}, most={MAX_CHUNKS}"
-    # Why only now: what a peer says of the length of a prompt is not computed with before the offer bounds it.
-    return "" if held is None else _unoffered(ask, state, share, held.offer.num_tokens)
-
-
-def _unoffered(ask: Ask, state: CacheState, share: Share, offered: int) -> str:
-    """Why these tokens are not to be had from an offer of so many; empty if they are."""
-    if ask.tokens.stop > offered:
-        return f"tokens are not offered: wanted={ask.tokens}, offered=[0, {offered})"
-    if state.parallel.num_context_ranks > 1 and ask.num_tokens != offered:
-        return f"context ranks share a sequence of another length: ours={offered}, theirs={ask.num_tokens}"
-    ours = state.token_share(share.context_rank, offered)
-    for piece in ask.pieces:
-        if not ask.tokens.covers(_tokens(piece, ask)):
-            return f"pieces reach beyond the tokens asked for: asked={ask.tokens}, piece={piece.tokens}"
-        try:
-            ours.local(_tokens(piece, ask))
-        except ValueError as error:
-            return f"pieces are not ours: {error}"
-    volume = sum(_volume(piece.layers, piece.heads, len(_tokens(piece, ask))) for piece in ask.pieces)
-    held = _volume(share.layers, share.heads, sum(len(run & ask.tokens) for run in ours.runs))
-    if volume > held:
-        return f"pieces overlap: elements of a plane asked for={volume}, ours={held}"
-    return ""
-
-
-def _tokens(piece: Piece, ask: Ask) -> Span:
-    return ask.tokens if piece.tokens is None else piece.tokens
-
-
-def _volume(layers: Span, heads: Span, num_tokens: int) -> int:
-    return len(layers) * len(heads) * num_tokens

@@ -3,7 +3,8 @@
 In:  offers and settlements of our engine; Ask, Grant, Close and Cancel of peers; ends of chunks, from `passages`.
 Out: Ready, Refuse, Data and Quiet; the requests whose blocks are free again.
 Law: what is settled is read to the end by those who read it, and by nobody else. Quiet is said only when nothing of the
-     session can be written any more. A session that has ended is remembered, and never begins again.
+     session can be written any more. A session that has ended is remembered, and never begins again. Of a prompt that
+     is being computed nothing is read but what is computed; when its engine takes it back, its sessions fail.
 """
 
 import logging
@@ -13,17 +14,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kv_core.errors import CallerError, CapacityError
 from kv_core.ids import RequestId, SessionId, TransferId
+from kv_transfer.admission import misfit, not_admitted
 from kv_transfer.copies import Copier
-from kv_transfer.lanes import Lane
-from kv_transfer.mover import Moved
+from kv_transfer.growth import Standing
+from kv_transfer.invitations import Invitations
 from kv_transfer.offers import HeldOffer, OfferBook
-from kv_transfer.orders import Offer
+from kv_transfer.orders import Offer, Tables
 from kv_transfer.passages import Passages
 from kv_transfer.peer import Peer
 from kv_transfer.peers import Peers
-from kv_transfer.plan.compatibility import is_converted
 from kv_transfer.plan.plan import chunks_of
 from kv_transfer.protocol.errors import UnexpectedMessage
 from kv_transfer.protocol.messages import (
@@ -39,7 +39,7 @@ from kv_transfer.protocol.messages import (
 )
 from kv_transfer.protocol.session import SENDER, IllegalEvent, SendAction, SendEvent, Sending, sender_joint, step
 from kv_transfer.room import Room
-from kv_transfer.send_session import End, Passage, SendSession, misfit, ready_of, shared_blocks
+from kv_transfer.send_session import End, Passage, SendSession
 from kv_transfer.staging import Arena
 from kv_transfer.tombstones import Tombstones
 
@@ -58,6 +58,7 @@ class Sender:
         """`on_sent` is told each request whose offer is over, once."""
         self.offers = OfferBook(room.config.tombstone_s)
         self.passages = Passages(room, arena, copier, self.offers, self)
+        self._invitations = Invitations(room, peers, self)
         self._room = room
         self._peers = peers
         self._on_sent = on_sent
@@ -78,11 +79,36 @@ class Sender:
 
     # -- from our engine ---------------------------------------------------------------------------------------------
 
-    def offer(self, offer: Offer, filled: "torch.cuda.Event | None") -> None:
+    def offer(self, offer: Offer, filled: "torch.cuda.Event | None", standing: Standing | None = None) -> None:
         """Serve the blocks of this request, also to those who asked before."""
-        if not self.offers.add(offer, filled, self._room.timers.clock()):
+        if not self.offers.add(offer, filled, self._room.timers.clock(), standing):
             self._on_sent(offer.request_id)
         self._consider_parked(offer.transfer_id)
+
+    def advance(
+        self, request_id: RequestId, num_computed: int, by_group: Tables, filled: "torch.cuda.Event | None"
+    ) -> None:
+        """More of a growing offer may be served."""
+        held = self.offers.get(request_id)
+        if held is not None:
+            waiting = [session for session in self._serving(held) if session.lack]
+            held.growth.advance(num_computed, by_group, filled)
+            for session in waiting:
+                self._on(session, SendEvent.ADVANCED)
+            self._consider_parked(held.offer.transfer_id)
+
+    def complete(self, request_id: RequestId) -> None:
+        """A growing offer is as any other from now on."""
+        if self.offers.complete(request_id):
+            self._on_sent(request_id)
+
+    def abandon(self, request_id: RequestId, reason: str) -> None:
+        """A growing offer ends without its prompt, and with it whoever is served from it."""
+        held = self.offers.abandon(request_id, reason, self._room.timers.clock())
+        if held is not None:
+            for session in self._serving(held):
+                self.chunk_failed(session, RefuseCode.GONE, f"{reason}, wanted={session.ask.tokens}")
+            self._consider_parked(held.offer.transfer_id)
 
     def settle(self, transfer_id: TransferId, request_id: RequestId, reason: str) -> None:
         """Serve no new reader from this offer."""
@@ -164,7 +190,7 @@ class Sender:
         """Whether a session with this peer is open."""
         return any(session.peer is peer for session in self._sessions.values())
 
-    # -- news of chunks (passages.PassageListener) -------------------------------------------------------------------
+    # -- news of chunks (passages.PassageListener, invitations.InvitationListener) ------------------------------------
 
     def chunk_written(self, session: SendSession, passage: Passage) -> None:
         """Tell the receiver."""
@@ -190,6 +216,10 @@ class Sender:
 
     # -- a session's life --------------------------------------------------------------------------------------------
 
+    def _serving(self, held: HeldOffer) -> list[SendSession]:
+        sessions = self._sessions.values()
+        return [session for session in sessions if session.held is held and session.state is Sending.SERVING]
+
     def _consider_parked(self, transfer_id: TransferId) -> None:
         for session in list(self._sessions.values()):
             if session.state is Sending.PARKED and session.ask.transfer_id == transfer_id:
@@ -197,9 +227,16 @@ class Sender:
 
     def _consider(self, session: SendSession) -> None:
         """Open, park or turn away a session that is new or parked."""
-        held = self.offers.find(session.pair, session.ask.tokens.stop)
+        ask = session.ask
+        held = self.offers.find(session.pair, ask.tokens.stop)
         session.held = held
-        if (end := self._objection(session, held)) is not None:
+        end = self._objection(session, held)
+        try:
+            if held is not None and end is None and not session.chunks:
+                session.chunks = chunks_of(ask.pieces, ask.tokens, self._room.identity.state, ask.chunk_bytes)
+        except ValueError as error:
+            end = End(RefuseCode.UNFIT, clipped(str(error)))
+        if end is not None:
             session.end = end
             self._on(session, SendEvent.TURN_AWAY)
             return
@@ -211,33 +248,16 @@ class Sender:
             self._on(session, SendEvent.PARK)
 
     def _objection(self, session: SendSession, held: HeldOffer | None) -> End | None:
-        """Why this session is to be turned away; also cuts what is asked for into chunks."""
-        ask, identity = session.ask, self._room.identity
-        if ask.incarnation != identity.incarnation:
-            why = f"another run of the instance is meant: ours={identity.incarnation}, theirs={ask.incarnation}"
-            return End(RefuseCode.WRONG_INCARNATION, why)
-        if self._is_closing:
-            return End(RefuseCode.CLOSING, f"{identity} is closing")
-        if trouble := self._room.health.look():
-            return End(RefuseCode.INTERNAL, clipped(f"{identity} sends nothing new: {trouble}"))
-        if len(self._sessions) > self._room.config.max_sessions:
-            return End(RefuseCode.BUSY, f"too many sessions: most={self._room.config.max_sessions}")
-        if ask.direct and self._room.direct is None and self._room.shared is None:
-            return End(RefuseCode.UNFIT, "our caches can neither be mapped nor read: ours=staged, theirs=direct")
-        if ask.direct and is_converted(identity.state, session.peer.state):
-            types = f"ours={identity.state.dtype}, theirs={session.peer.state.dtype}"
-            return End(RefuseCode.UNFIT, f"elements that are converted are not read where they lie: {types}")
+        """Why this session is to be turned away."""
+        is_full = len(self._sessions) > self._room.config.max_sessions
+        if end := not_admitted(session, self._room, is_closing=self._is_closing, is_full=is_full):
+            return end
         if gone := self.offers.why_gone(session.pair):
-            return End(RefuseCode.GONE, f"the offer of transfer {ask.transfer_id} is gone: {gone}")
+            return End(RefuseCode.GONE, clipped(f"the offer of transfer {session.ask.transfer_id} is gone: {gone}"))
+        identity = self._room.identity
         share = identity.state.share_of(identity.card.rank)
-        why = misfit(ask, identity.state, share, identity.card.max_chunk_bytes, held)
-        if why:
-            return End(RefuseCode.UNFIT, clipped(why))
-        try:
-            session.chunks = chunks_of(ask.pieces, ask.tokens, identity.state, ask.chunk_bytes) if held else ()
-        except ValueError as error:
-            return End(RefuseCode.UNFIT, clipped(str(error)))
-        return None
+        why = misfit(session.ask, identity.state, share, identity.card.max_chunk_bytes, held)
+        return End(RefuseCode.UNFIT, clipped(why)) if why else None
 
     def _arm(self, session: SendSession) -> None:
         """A session lives as long as its receiver waits, but never longer than we allow; asking again adds nothing."""
@@ -249,7 +269,7 @@ class Sender:
         if session.state is Sending.PARKED:
             session.end = End(RefuseCode.NEVER_CAME, f"no offer of transfer {session.ask.transfer_id} came in time")
         elif session.state is Sending.SERVING:
-            session.end = End(RefuseCode.DEADLINE, "the session's deadline has passed at the sender")
+            session.end = End(RefuseCode.DEADLINE, session.lack or "the session's deadline has passed at the sender")
         self._on(session, SendEvent.DEADLINE)
 
     def _ended_by_peer(self, peer: Peer, name: SessionId, event: SendEvent) -> None:
@@ -258,7 +278,8 @@ class Sender:
             self._unknown(peer, name)
             return
         if session.state is Sending.SERVING and event is SendEvent.CLOSE:
-            session.end = End(RefuseCode.GONE, "the session has ended", is_clean=True)
+            revoked = "" if session.held is None else session.held.growth.standing.ended
+            session.end = End(RefuseCode.GONE, revoked or "the session has ended", is_clean=not revoked)
             if session.ask.direct:
                 session.marks.wired = session.marks.scattered = self._room.timers.clock()
         self._on(session, event)
@@ -298,32 +319,6 @@ class Sender:
             self._ended.bury(session.name, session.end, now)
             self._room.history.add(session.report(now, size))
 
-    def _ready(self, session: SendSession) -> None:
-        """Say that the offer is held. A direct reader is told where, once the blocks are filled: it cannot wait."""
-        assert session.held is not None, "law: only what is held is ready"
-        filled = session.held.filled
-        if not session.ask.direct:
-            self._peers.answer(session.peer, ready_of(session, None))
-        elif filled is None or filled.query():  # type: ignore[no-untyped-call]
-            self._readable(session, Moved(None, None, 0.0))
-        else:
-            self._room.copies.submit(lambda: None, filled, partial(self._readable, session), lane=Lane.OUT)
-
-    def _readable(self, session: SendSession, moved: Moved) -> None:
-        if session.state is not Sending.SERVING:
-            return
-        if moved.error is not None:
-            self.chunk_failed(session, RefuseCode.INTERNAL, f"the blocks were not filled: {moved.error}")
-            return
-        identity = self._room.identity
-        share = identity.state.share_of(identity.card.rank)
-        assert session.held is not None, "law: only what is held is served"
-        blocks = shared_blocks(session.ask, identity.state, share, session.held)
-        try:
-            self._peers.answer(session.peer, ready_of(session, blocks))
-        except (CallerError, CapacityError) as error:
-            self.chunk_failed(session, RefuseCode.UNFIT, f"the blocks are too many to be told: {error}")
-
     def _act(self, session: SendSession, action: SendAction, grant: Grant | None, data: Data | None) -> None:
         say = partial(self._peers.answer, session.peer)
         match action:
@@ -340,7 +335,7 @@ class Sender:
             case SendAction.DROP_CHUNKS:
                 self.passages.drop(session)
             case SendAction.SAY_READY:
-                self._ready(session)
+                self._invitations.say(session)
             case SendAction.SAY_REFUSE:
                 self._room.counters.add(f"refused_{session.end.code}")
                 say(Refuse(session=session.name, code=session.end.code, detail=session.end.detail))

@@ -19,6 +19,7 @@ OPEN: Final = (
     "sessions_receiving",
     "parked",
     "offers",
+    "growing",
     "loads",
     "leases",
     "quarantined",

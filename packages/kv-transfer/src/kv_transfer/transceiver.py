@@ -14,6 +14,7 @@ Law: no call but the constructor and `close` blocks; every order ends by its dea
 
 import logging
 import time
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ import torch
 
 from kv_core.errors import CallerError
 from kv_core.ids import Incarnation, InstanceId, Rank, RequestId, TransferId
+from kv_core.spans import ceil_div
 from kv_transfer.agent.base import Agent
 from kv_transfer.agent.cards import AgentCard
 from kv_transfer.config import TransferConfig, default_chunk_bytes
@@ -35,7 +37,8 @@ from kv_transfer.health import Health
 from kv_transfer.history import History
 from kv_transfer.in_place.caches import SharedCaches
 from kv_transfer.mover import Mover
-from kv_transfer.orders import BlockTables, LoadTimes, Offer, Progress, Received, ReceiveOrder
+from kv_transfer.offering import Offering
+from kv_transfer.orders import Arrived, BlockTables, LoadTimes, Offer, Progress, Received, ReceiveOrder, Tables
 from kv_transfer.plan.cache_state import CacheState
 from kv_transfer.pools import PagedCaches
 from kv_transfer.profiling import ranges_for
@@ -124,15 +127,15 @@ class Transceiver:
             raise
         self._sent: deque[RequestId] = deque()
         self._received: deque[Received] = deque()
+        self._arrived: dict[RequestId, int] = {}
         copier = Copier(caches, state, rank, faults, ranges)
-        self._core = Core(room, send, receive, copier, self._sent.append, self._received.append)
+        on_ends = self._sent.append, self._received.append, self._arrived.__setitem__
+        self._core = Core(room, send, receive, copier, *on_ends)
         caches_in_doubt = shared.regions if shared else ()
         self._resident = Resident(self._core, self._reactor, self._mover, agent, (send, receive), caches_in_doubt)
         # What the engine has handed in and was not told the end of.
-        self._offered: dict[RequestId, TransferId] = {}
-        self._settled: set[RequestId] = set()
+        self._offering = Offering(self._core.sender, self._reactor.post, self._mover.mark, self._sent.append)
         self._ordered: dict[RequestId, _Ordered] = {}
-        self._unopened: set[RequestId] = set()
         self._given_up: Counter[RequestId] = Counter()
         """Orders that were ended here, and that the reactor will report too, should it ever go on."""
         self._deadline_s = config.request_deadline_s
@@ -147,32 +150,48 @@ class Transceiver:
         return self._card
 
     def offer(self, offer: Offer) -> None:
-        """Lets peers read the blocks of a finished request until `settle`; on CUDA, after the current stream's work.
+        """Lets peers read the blocks of a request until `settle`; on CUDA, after the current stream's work.
 
+        Of an offer that grows, as much as is computed; `advance` tells the rest, and `complete` or `abandon` the end.
         Raises CallerError if the request is offered already, or its blocks are fewer than its tokens need.
         """
-        if offer.request_id in self._offered:
-            raise CallerError(f"the request is offered already: request={offer.request_id}")
-        self._check_tables(offer.request_id, offer.tables)
-        self._offered[offer.request_id] = offer.transfer_id
-        if self._watcher.trouble():
-            # Nobody could be served from it, and nobody could say when it is over.
-            self._unopened.add(offer.request_id)
-            return
-        filled = self._mover.mark()
-        self._reactor.post(lambda: self._core.sender.offer(offer, filled))
+        self._offering.check_new(offer.request_id)
+        self._check_tables(offer.request_id, offer.tables, offer.num_computed)
+        self._offering.open(offer, is_troubled=bool(self._watcher.trouble()))
+
+    def advance(self, request_id: RequestId, num_computed: int, by_group: Tables) -> None:
+        """Tokens [0, num_computed) of a growing offer are computed, in all layers, and lie in these blocks.
+
+        On CUDA once the current stream's work is done. `by_group` lists all blocks so far; none that was told before
+        may have changed. Raises CallerError, with both values, if one has, if progress goes back or beyond the prompt,
+        if the blocks are too few, or if no offer of the request is growing; then nothing has happened.
+        """
+        tables = BlockTables(self._offering.growing.length(request_id), by_group)
+        self._check_tables(request_id, tables, num_computed)
+        self._offering.advance(request_id, num_computed, by_group)
+
+    def complete(self, request_id: RequestId) -> None:
+        """A growing offer is as any other from now on: its blocks are kept until it is sent.
+
+        Raises CallerError, with both values, if the prompt is not computed to its end.
+        """
+        self._offering.complete(request_id)
+
+    def abandon(self, request_id: RequestId, reason: str) -> None:
+        """A growing offer ends without its prompt: it was preempted, or aborted. It is not reported as sent.
+
+        Called before the engine uses the blocks for anything else: what is read from now on is not believed, and who is
+        served from the offer fails for this reason. The request may be offered anew; a settlement of this offer that
+        comes before that means nothing.
+        """
+        self._offering.abandon(request_id, reason)
 
     def settle(self, transfer_id: TransferId, request_id: RequestId, reason: str) -> None:
         """Serves no new reader from this offer; `poll` reports the request as sent once the present readers are done.
 
-        May come before its offer, which is then settled on arrival.
+        May come before its offer, which is then settled on arrival. One that grows is over when it is complete.
         """
-        if request_id in self._unopened:
-            self._unopened.discard(request_id)
-            self._sent.append(request_id)
-            return
-        self._settled.add(request_id)
-        self._reactor.post(lambda: self._core.sender.settle(transfer_id, request_id, reason))
+        self._offering.settle(transfer_id, request_id, reason)
 
     def receive(self, order: ReceiveOrder) -> None:
         """Fetches the order's tokens into its blocks; ends in one Received. On CUDA, after the current stream's work.
@@ -187,6 +206,7 @@ class Transceiver:
                 f"tokens beyond the prompt: request={order.request_id}, wanted={wanted}, num_tokens={length}"
             )
         self._check_tables(order.request_id, order.tables)
+        self._arrived.pop(order.request_id, None)
         gate, within_s = Gate(), 0.0 if self._watcher.trouble() else self._deadline_s
         self._ordered[order.request_id] = _Ordered(gate, time.monotonic() + within_s)
         free = self._mover.mark()
@@ -203,7 +223,15 @@ class Transceiver:
         self._forget(sent, received)
         more_sent, more_received = self._ends_of_our_own(ended=ended)
         self._forget(more_sent, more_received)
-        return Progress((*sent, *more_sent), (*received, *more_received), tuple(_drained(self._reports)))
+        return Progress(
+            (*sent, *more_sent), (*received, *more_received), tuple(_drained(self._reports)), self._news_of_arrivals()
+        )
+
+    def _news_of_arrivals(self) -> tuple[Arrived, ...]:
+        """How far the orders that still run have come, if further than at the last poll."""
+        # A copy, since the reactor adds to it meanwhile.
+        news = [Arrived(request_id, self._arrived.pop(request_id)) for request_id in list(self._arrived)]
+        return tuple(each for each in news if each.request_id in self._ordered)
 
     def _is_news(self, received: Received) -> bool:
         """False for an order that was ended here before the reactor got to it."""
@@ -221,7 +249,7 @@ class Transceiver:
         if ended:
             failure = self._reactor.failure
             reason = "closed" if failure is None else f"the transfer layer has failed: {failure!r}"
-            sent = [] if self._mover.is_alive else [each for each in self._offered if each in self._settled]
+            sent = [] if self._mover.is_alive else self._offering.settled
             return sent, [_lost(each, reason) for each in sorted(self._ordered) if self._ordered[each].gate.shut()]
         if not (trouble := self._watcher.trouble()):
             return [], []
@@ -235,7 +263,7 @@ class Transceiver:
     def status(self) -> Status:
         """Gauges and counters, at most 0.1 s old while the reactor runs; never less than what the engine waits for."""
         status = self._core.status
-        waited_for = {"offers": len(self._offered), "loads": len(self._ordered)}
+        waited_for = {"offers": len(self._offering), "loads": len(self._ordered)}
         ours = self._watcher.trouble()
         gauges = {**(status.gauges if self._reactor.is_alive else {}), **waited_for}
         gauges["threads_troubled"] = gauges.get("threads_troubled", 0) + bool(ours)
@@ -252,22 +280,23 @@ class Transceiver:
         if not self._reactor.join(end - time.monotonic()):
             logger.error("the reactor of rank %s did not end within %s s", self._card.rank, timeout_s)
 
-    def _check_tables(self, request_id: RequestId, tables: BlockTables) -> None:
-        """CallerError unless there is a table for each layer group, with all blocks of ours."""
+    def _check_tables(self, request_id: RequestId, tables: BlockTables, num_computed: int | None = None) -> None:
+        """CallerError unless there is a table for each layer group, with all blocks of ours, or those computed."""
         if len(tables.by_group) != self._num_groups:
             tables_and_groups = f"tables={len(tables.by_group)}, layer groups={self._num_groups}"
             raise CallerError(f"not one block table a layer group: request={request_id}, {tables_and_groups}")
         context_rank = self._state.share_of(self._card.rank).context_rank
-        wanted = len(self._state.token_share(context_rank, tables.num_tokens).blocks)
+        tokens = tables.num_tokens if num_computed is None else num_computed
+        ours = self._state.token_share(context_rank, tables.num_tokens).blocks
+        wanted = bisect_left(ours, ceil_div(tokens, self._state.tokens_per_block))
         for table in tables.by_group:
             if len(table) < wanted:
-                blocks = f"tokens={tables.num_tokens}, blocks wanted={wanted}, held={len(table)}"
+                blocks = f"tokens={tokens}, blocks wanted={wanted}, held={len(table)}"
                 raise CallerError(f"too few blocks: request={request_id}, {blocks}")
 
     def _forget(self, sent: list[RequestId], received: list[Received]) -> None:
         for request_id in sent:
-            self._offered.pop(request_id, None)
-            self._settled.discard(request_id)
+            self._offering.forget(request_id)
         for each in received:
             self._ordered.pop(each.request_id, None)
 

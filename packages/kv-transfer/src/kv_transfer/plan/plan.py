@@ -133,6 +133,7 @@ def counterparts(
 def chunks_of(pieces: Sequence[Piece], tokens: Span, state: CacheState, max_bytes: int) -> tuple[Chunk, ...]:
     """Cuts the pieces into chunks of at most `max_bytes`; `state` is the sender's.
 
+    Chunks are in order of their last tokens, over all pieces.
     Tokens are cut first, at block boundaries of the sender, so that a chunk touches few blocks on either side. Layers
     are cut only when one block of all layers is too big, and blocks only when one block of one layer is. Raises
     CallerError when not even the smallest movable unit of one layer fits.
@@ -142,7 +143,13 @@ def chunks_of(pieces: Sequence[Piece], tokens: Span, state: CacheState, max_byte
         for piece in pieces
         for layers, part in _cuts(piece, _moved(piece, tokens, state), state, max_bytes)
     )
-    return tuple(Chunk(seq, *part) for seq, part in enumerate(parts))
+    # Why sorted: a prompt is computed from its first token on, and chunks go in order.
+    return tuple(Chunk(seq, *part) for seq, part in enumerate(sorted(parts, key=lambda part: part[1].stop)))
+
+
+def needed(chunk: Chunk, tokens: Span) -> Span:
+    """Of the chunk's tokens those that are among `tokens`, the ones asked for: what `widened` adds has no content."""
+    return chunk.tokens & tokens
 
 
 def widened(tokens: Span, state: CacheState) -> Span:

@@ -41,6 +41,7 @@ ChunkBytes = Annotated[int, msgspec.Meta(ge=64, lt=1 << 40)]
 ChunkSeq = Annotated[int, msgspec.Meta(ge=0, lt=MAX_CHUNKS)]
 NumChunks = Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNKS)]
 NumTokens = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
+NumComputed = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 NumBytes = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=86_400_000)]
 Detail = Annotated[str, msgspec.Meta(max_length=MAX_DETAIL_CHARS)]
@@ -192,11 +193,16 @@ class Ask(Payload, frozen=True, tag="ask"):
 
 
 class Ready(Payload, frozen=True, tag="ready"):
-    """Sender to receiver: the offer is here and held for this session; grant memory, or read `blocks`."""
+    """Sender to receiver: the offer is here and held for this session; grant memory, or read `blocks`.
+
+    Of its prompt, tokens [0, num_computed) are computed; said again when there are more. Only chunks of computed tokens
+    may be granted. `blocks` are told once everything asked for is computed.
+    """
 
     session: SessionName
     num_chunks: NumChunks
     num_bytes: NumBytes
+    num_computed: NumComputed
     blocks: SharedBlocks | None
 
 

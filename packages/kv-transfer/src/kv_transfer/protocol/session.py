@@ -29,6 +29,8 @@ Laws that the two tables keep together:
   L3  Every state with a wait has an event for its deadline: DEADLINE at the sender; FAIL (the load's deadline) or
       EXPIRED (the sender's own deadline has passed, and it was granted nothing) at the receiver.
       CANCELLING with something in quarantine has none, on purpose: a stopped peer is still a writer.
+  L4  A chunk is granted, gathered and written only when its tokens are computed: Ready says how many are, and is said
+      again when there are more. Who reads blocks where they lie is told them once all that it asks for is computed.
 """
 
 import enum
@@ -88,6 +90,7 @@ class SendEvent(enum.Enum):
     OPEN = enum.auto()  # asked or parked, and the offer is here
     TURN_AWAY = enum.auto()  # asked or parked, and it cannot be served, now or ever
     ASK = enum.auto()  # Ask again, for a session that we know
+    ADVANCED = enum.auto()  # more of the offer's prompt is computed
     GRANT = enum.auto()  # Grant of a chunk not begun
     GRANT_AGAIN = enum.auto()  # Grant of a chunk whose Data was sent
     WRITTEN = enum.auto()  # the agent reports a chunk done
@@ -141,6 +144,7 @@ SENDER: Final[Table[Sending, SendEvent, SendAction]] = {
     },
     _S.SERVING: {
         _E.ASK: _to(_S.SERVING, _A.SAY_READY),
+        _E.ADVANCED: _to(_S.SERVING, _A.SAY_READY),
         _E.GRANT: _to(_S.SERVING, _A.QUEUE_CHUNK),
         _E.GRANT_AGAIN: _to(_S.SERVING, _A.SAY_DATA),
         _E.WRITTEN: _to(_S.SERVING, _A.SAY_DATA),
@@ -225,10 +229,11 @@ class ReceiveAction(enum.Enum):
     """What the receiver's driver has to do."""
 
     SAY_ASK = enum.auto()
+    ASK_PROGRESS = enum.auto()  # SAY_ASK, if the prompt was not computed to its end when we heard of it last
     SAY_GRANTS = enum.auto()  # again, those unanswered
     SAY_CLOSE = enum.auto()
     SAY_CANCEL = enum.auto()
-    GRANT = enum.auto()  # may take staging memory from now on
+    GRANT = enum.auto()  # may take staging memory from now on, or read: as far as it is computed
     TAKE_CHUNK = enum.auto()  # verify and scatter
     QUARANTINE = enum.auto()  # all that is granted and not accounted for
     FREE_CHUNK = enum.auto()  # this chunk's region is quiet
@@ -255,12 +260,12 @@ RECEIVER: Final[Table[Receiving, ReceiveEvent, ReceiveAction]] = {
         _V.PEER_DEAD: _to(_R.ENDED, _B.FAIL_LOAD),
     },
     _R.MOVING: {
-        _V.INTRODUCED: _to(_R.MOVING, _B.SAY_GRANTS),
-        _V.READY: _to(_R.MOVING),
+        _V.INTRODUCED: _to(_R.MOVING, _B.SAY_GRANTS, _B.ASK_PROGRESS),
+        _V.READY: _to(_R.MOVING, _B.GRANT),
         _V.REFUSE: _to(_R.CANCELLING, _B.QUARANTINE, _B.SAY_CANCEL, _B.FAIL_LOAD),
         _V.DATA: _to(_R.MOVING, _B.TAKE_CHUNK),
         _V.QUIET: _to(_R.ENDED, _B.FREE_ALL, _B.FAIL_LOAD),
-        _V.NUDGE: _to(_R.MOVING, _B.SAY_GRANTS),
+        _V.NUDGE: _to(_R.MOVING, _B.SAY_GRANTS, _B.ASK_PROGRESS),
         _V.FAIL: _to(_R.CANCELLING, _B.QUARANTINE, _B.SAY_CANCEL),
         _V.PEER_DEAD: _to(_R.ENDED, _B.QUARANTINE, _B.FAIL_LOAD),
         _V.COMPLETE: _to(_R.CLOSING, _B.SAY_CLOSE),

@@ -1,0 +1,84 @@
+"""What a sender tells those it serves: that they may take, how far, and where.
+
+In:  sessions that are being served; ends of the work that fills their blocks.
+Out: Ready, again whenever more is computed.
+Law: a reader of blocks where they lie takes all at once, and cannot wait for them: it is told which they are once all
+     that it asks for is computed, and they are filled.
+"""
+
+from bisect import bisect_left
+from functools import partial
+from typing import Protocol
+
+from kv_core.errors import CallerError, CapacityError
+from kv_transfer.lanes import Lane
+from kv_transfer.mover import Moved
+from kv_transfer.offers import HeldOffer
+from kv_transfer.peers import Peers
+from kv_transfer.plan.cache_state import CacheState, Share
+from kv_transfer.plan.plan import widened
+from kv_transfer.protocol.messages import Ask, Ready, RefuseCode, SharedBlocks
+from kv_transfer.protocol.session import Sending
+from kv_transfer.room import Room
+from kv_transfer.send_session import SendSession
+
+
+class InvitationListener(Protocol):
+    """Whoever serves the sessions."""
+
+    def chunk_failed(self, session: SendSession, code: RefuseCode, why: str) -> None:
+        """The session cannot be served after all."""
+
+
+class Invitations:
+    """All that is said of offers that are held; of the reactor's thread."""
+
+    def __init__(self, room: Room, peers: Peers, listener: InvitationListener) -> None:
+        self._room = room
+        self._peers = peers
+        self._listener = listener
+
+    def say(self, session: SendSession) -> None:
+        """That the offer is held, and how far it is computed; to a reader of blocks once they are filled."""
+        assert session.held is not None, "law: only what is held is ready"
+        if not session.ask.direct or session.lack:
+            self._peers.answer(session.peer, _ready_of(session, session.held, None))
+            return
+        filled = session.held.growth.filled(session.ask.tokens.stop)
+        if filled is None or filled.query():  # type: ignore[no-untyped-call]
+            self._readable(session, Moved(None, None, 0.0))
+        else:
+            self._room.copies.submit(lambda: None, filled, partial(self._readable, session), lane=Lane.OUT)
+
+    def _readable(self, session: SendSession, moved: Moved) -> None:
+        if session.state is not Sending.SERVING:
+            return
+        if moved.error is not None:
+            self._listener.chunk_failed(session, RefuseCode.INTERNAL, f"the blocks were not filled: {moved.error}")
+            return
+        identity = self._room.identity
+        share = identity.state.share_of(identity.card.rank)
+        assert session.held is not None, "law: only what is held is served"
+        blocks = _shared_blocks(session.ask, identity.state, share, session.held)
+        try:
+            self._peers.answer(session.peer, _ready_of(session, session.held, blocks))
+        except (CallerError, CapacityError) as error:
+            self._listener.chunk_failed(session, RefuseCode.UNFIT, f"the blocks are too many to be told: {error}")
+
+
+def _ready_of(session: SendSession, held: HeldOffer, blocks: SharedBlocks | None) -> Ready:
+    return Ready(
+        session=session.name,
+        num_chunks=len(session.chunks),
+        num_bytes=sum(chunk.num_bytes for chunk in session.chunks),
+        num_computed=held.growth.num_computed,
+        blocks=blocks,
+    )
+
+
+def _shared_blocks(ask: Ask, state: CacheState, share: Share, held: HeldOffer) -> SharedBlocks:
+    """Our own blocks of the tokens asked for."""
+    tables, wanted = held.growth.tables, widened(ask.tokens, state).blocks(state.tokens_per_block)
+    ours = state.token_share(share.context_rank, tables.num_tokens).blocks
+    first, stop = bisect_left(ours, wanted.start), bisect_left(ours, wanted.stop)
+    return SharedBlocks(first=first, by_group=tuple(table[first:stop] for table in tables.by_group))

@@ -1,0 +1,72 @@
+"""A prompt that one side computes while peers may read it.
+
+In:  a Side; how far its engine is.
+Out: the calls an engine makes: to its door, and to every rank of the prompt's group.
+Law: blocks hold tags for what is computed and filler elsewhere, so whatever is read too early is seen. Tables list no
+     more blocks than are needed.
+"""
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from kv_core.ids import Rank, RequestId, TransferId
+from kv_core.spans import Span, ceil_div
+from kv_testing.tagged import fill
+from kv_testing.worlds import NUM_TOKENS, PROMPT, Side, fresh_id
+from kv_transfer.orders import BlockTables, Offer
+
+USUAL: Final = RequestId("p0")
+
+
+@dataclass
+class GrowingPrompt:
+    """Of one request."""
+
+    side: Side
+    request_id: RequestId = USUAL
+    transfer_id: TransferId = field(default_factory=fresh_id)
+    num_tokens: int = NUM_TOKENS
+    group: int = 0
+
+    @property
+    def ranks(self) -> range | tuple[Rank, ...]:
+        return self.side.world.state.parallel.ranks_of(self.group)
+
+    def open(self, num_computed: int = 0) -> "GrowingPrompt":
+        """Offer it, computed so far."""
+        self.compute(num_computed)
+        self.side.door.open_offer(self.transfer_id, self.request_id, PROMPT)
+        for rank in self.ranks:
+            tables = self.tables(rank, num_computed)
+            self.side.ranks[rank].offer(Offer(self.transfer_id, self.request_id, PROMPT, tables, num_computed))
+        return self
+
+    def compute(self, num_computed: int) -> None:
+        """Tokens [0, num_computed) are in the blocks, and nobody is told."""
+        fill(self.side.world, Span(0, num_computed), self.group)
+        self.side.push()
+
+    def advance(self, num_computed: int) -> None:
+        """Compute so far, and say so."""
+        self.compute(num_computed)
+        for rank in self.ranks:
+            self.side.ranks[rank].advance(self.request_id, num_computed, self.tables(rank, num_computed).by_group)
+
+    def complete(self) -> None:
+        self.side.door.restart_lease(self.request_id)
+        for rank in self.ranks:
+            self.side.ranks[rank].complete(self.request_id)
+
+    def abandon(self, reason: str = "preempted") -> None:
+        """Give it up, and use its blocks for something else at once."""
+        self.side.door.withdraw_offer(self.request_id, reason)
+        for rank in self.ranks:
+            self.side.ranks[rank].abandon(self.request_id, reason)
+        self.compute(0)
+
+    def tables(self, rank: int, num_computed: int) -> BlockTables:
+        """Of the rank's own blocks those that hold computed tokens."""
+        world = self.side.world
+        num_blocks = ceil_div(num_computed, world.state.tokens_per_block)
+        own = sum(block < num_blocks for block in world.blocks_of(Rank(rank)))
+        return BlockTables(self.num_tokens, tuple(table[:own] for table in world.tables(Rank(rank)).by_group))

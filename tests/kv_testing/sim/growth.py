@@ -1,0 +1,115 @@
+"""Prompts that are computed while peers read them.
+
+In:  an instance, the tables of a request at each rank, dice.
+Out: what the engine says: opened, advanced, then complete or abandoned; now and then nothing for a long time.
+Law: a rank says so in order, and only after the tokens are in their blocks. What is given up is poison at once, while
+     the reactor hears of it a little later: as in a real process, whose threads take turns.
+"""
+
+from collections.abc import Callable
+from random import Random
+
+from kv_core.ids import Rank, RequestId, TransferId
+from kv_core.spans import Span, ceil_div
+from kv_testing.sim.instances import NUM_TOKENS, Instance, SimRank
+from kv_transfer.growth import GrowingBook
+from kv_transfer.orders import BlockTables, Offer, Tables
+
+TO_REACTOR_S = 0.02
+"""How long a call of the engine may wait for the reactor."""
+
+
+class RankGrowth:
+    """One prompt at one rank; every call runs in the rank's process."""
+
+    def __init__(self, rank: SimRank, tables: BlockTables, transfer: int, size: int) -> None:
+        self._rank = rank
+        self._full = tables
+        self._transfer = transfer
+        self._size = size
+        self._num_computed = 0
+        self._book = GrowingBook()
+
+    def open(self, transfer_id: TransferId, request_id: RequestId, prompt_key: bytes) -> None:
+        tables = BlockTables(NUM_TOKENS, self._tables(0))
+        offer = Offer(transfer_id, request_id, prompt_key, tables, 0)
+        self._rank.copier.begin(self._full)
+        self._rank.core.sender.offer(offer, None, self._book.open(offer))
+
+    def advance(self, request_id: RequestId, num_computed: int) -> None:
+        tables = self._tables(num_computed)
+        self._book.advance(request_id, num_computed, tables)
+        self._rank.copier.fill(self._full, self._transfer, Span(self._num_computed, num_computed))
+        self._num_computed = num_computed
+        self._rank.core.sender.advance(request_id, num_computed, tables, None)
+
+    def complete(self, request_id: RequestId) -> None:
+        self._book.complete(request_id)
+        self._rank.core.sender.complete(request_id)
+
+    def abandon(self, request_id: RequestId, reason: str, dice: Random) -> None:
+        why = self._book.abandon(request_id, reason)
+        self._rank.copier.begin(self._full)
+        process, sender = self._rank.process, self._rank.core.sender
+        process.clockwork.after(
+            TO_REACTOR_S * dice.random(), lambda: process.do(lambda: sender.abandon(request_id, why))
+        )
+
+    def _tables(self, num_computed: int) -> Tables:
+        num_blocks = ceil_div(num_computed, self._size)
+        own = sum(block < num_blocks for block in self._rank.copier.own_blocks)
+        return tuple(table[:own] for table in self._full.by_group)
+
+
+class Growth:
+    """One prompt at all ranks of one run, from its opening to its end."""
+
+    def __init__(self, instance: Instance, request_id: RequestId, transfer: int, dice: Random) -> None:
+        self._instance = instance
+        self._door = instance.door
+        self._request_id = request_id
+        self._transfer = transfer
+        self._dice = dice
+        self._ranks: list[tuple[SimRank, RankGrowth, float]] = []
+
+    def begin(self, transfer_id: TransferId, prompt_key: bytes, tables_at: Callable[[Rank], BlockTables]) -> None:
+        """Open it everywhere, and plan what follows."""
+        size = self._instance.state.tokens_per_block
+        for rank in self._instance.ranks:
+            growth = RankGrowth(rank, tables_at(rank.card.rank), self._transfer, size)
+            self._ranks.append((rank, growth, 0.01 * self._dice.random()))
+        self._instance.open(transfer_id, self._request_id, prompt_key)
+        self._each(0.0, lambda growth: growth.open(transfer_id, self._request_id, prompt_key))
+        self._plan()
+
+    def _plan(self) -> None:
+        dice, at, num_computed = self._dice, 0.0, 0
+        gives_up_at = dice.randrange(NUM_TOKENS + 1) if dice.random() < 0.25 else None
+        stands_still_at = dice.randrange(NUM_TOKENS) if dice.random() < 0.15 else None
+        while num_computed < NUM_TOKENS:
+            at += dice.expovariate(8)
+            if stands_still_at is not None and num_computed >= stands_still_at:
+                at, stands_still_at = at + 6 * dice.random(), None
+            if gives_up_at is not None and num_computed >= gives_up_at:
+                break
+            num_computed = min(NUM_TOKENS, num_computed + dice.randint(1, 6))
+            self._each(at, lambda growth, so_far=num_computed: growth.advance(self._request_id, so_far))
+        at += dice.expovariate(8)
+        if gives_up_at is None:
+            self._each(at, lambda growth: growth.complete(self._request_id))
+            self._after(at, self._instance.restart_lease)
+        else:
+            reason = dice.choice(("preempted", "aborted"))
+            self._each(at, lambda growth: growth.abandon(self._request_id, reason, dice))
+            self._after(at, lambda request_id: self._door.resident.withdraw(request_id, reason))  # type: ignore[attr-defined]
+
+    def _each(self, at: float, call: Callable[[RankGrowth], None]) -> None:
+        """At every rank, each with its own delay: what one rank hears it hears in order."""
+        for rank, growth, late_s in self._ranks:
+            do = lambda rank=rank, growth=growth: rank.process.do(lambda: call(growth))  # noqa: E731
+            self._instance.network.clockwork.after(at + late_s, do)
+
+    def _after(self, at: float, call: Callable[[RequestId], None]) -> None:
+        """At the door."""
+        door = self._door
+        self._instance.network.clockwork.after(at + 0.02, lambda: door.do(lambda: call(self._request_id)))
