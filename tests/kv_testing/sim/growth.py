@@ -7,6 +7,7 @@ Law: a rank says so in order, and only after the tokens are in their blocks. Wha
 """
 
 from collections.abc import Callable
+from functools import partial
 from random import Random
 
 from kv_core.ids import Rank, RequestId, TransferId
@@ -93,7 +94,7 @@ class Growth:
             if gives_up_at is not None and num_computed >= gives_up_at:
                 break
             num_computed = min(NUM_TOKENS, num_computed + dice.randint(1, 6))
-            self._each(at, lambda growth, so_far=num_computed: growth.advance(self._request_id, so_far))
+            self._each(at, partial(RankGrowth.advance, request_id=self._request_id, num_computed=num_computed))
         at += dice.expovariate(8)
         if gives_up_at is None:
             self._each(at, lambda growth: growth.complete(self._request_id))
@@ -106,10 +107,9 @@ class Growth:
     def _each(self, at: float, call: Callable[[RankGrowth], None]) -> None:
         """At every rank, each with its own delay: what one rank hears it hears in order."""
         for rank, growth, late_s in self._ranks:
-            do = lambda rank=rank, growth=growth: rank.process.do(lambda: call(growth))  # noqa: E731
-            self._instance.network.clockwork.after(at + late_s, do)
+            self._instance.network.clockwork.after(at + late_s, partial(rank.process.do, partial(call, growth)))
 
     def _after(self, at: float, call: Callable[[RequestId], None]) -> None:
         """At the door."""
-        door = self._door
-        self._instance.network.clockwork.after(at + 0.02, lambda: door.do(lambda: call(self._request_id)))
+        clockwork = self._instance.network.clockwork
+        clockwork.after(at + 0.02, partial(self._door.do, partial(call, self._request_id)))

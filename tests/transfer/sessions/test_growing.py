@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -59,6 +60,10 @@ def arrived(d) -> int:
     return min((d.arrived.get((rank, "d0"), 0) for rank in range(len(d.ranks))), default=0)
 
 
+def _has_arrived(d, num_tokens: int) -> bool:
+    return arrived(d) == num_tokens
+
+
 @pytest.mark.parametrize("path", EVERY_PATH)
 @pytest.mark.parametrize(("prefill", "decode"), SHAPES.values(), ids=SHAPES)
 def test_a_prompt_is_taken_while_it_is_computed(prefill, decode, path):
@@ -87,8 +92,9 @@ def test_what_is_computed_arrives_before_the_rest_is():
         prompt, everybody = GrowingPrompt(p).open(18), (*p.ranks, *d.ranks)
         d.order(p, prompt.transfer_id)
         for num_computed in (18, 21, 36):
-            wait_for(lambda n=num_computed: arrived(d) == n // 4 * 4, what="what is computed in whole chunks")
-            assert d.misplaced(Span(0, num_computed // 4 * 4)) == 0
+            in_chunks = num_computed // 4 * 4
+            wait_for(partial(_has_arrived, d, in_chunks), what="what is computed, in whole chunks")
+            assert d.misplaced(Span(0, in_chunks)) == 0
             wait_for(lambda: not any(rank.status().gauges["leases"] for rank in everybody), what="no memory in use")
             assert (d.received, p.ranks[0].status().gauges["growing"]) == ([], 1)
             prompt.advance({18: 21, 21: 36, 36: NUM_TOKENS}[num_computed])

@@ -192,11 +192,11 @@ CONTROLS: list[tuple[Patch, int, str]] = [
     (_with_early_timers, 5260, REUSED),
     (_with_ended_tickets, 0, "given back under"),
     (_with_early_grants, 0, "before they were said to be computed|of another context rank"),
-    (_without_standing, 0, "wrong bytes|has not"),
+    (_without_standing, 200, "wrong bytes|has not"),
     (_with_sessions_of_abandoned_prompts, 0, "wrong bytes|has not|still open"),
 ]
-"""What is switched off, the first seed tried, and the law then broken. Counted from seed 0 five are found
-within 13 seeds, the others at seeds 4429, 310, 150 and 5296: they need two rare things in one schedule."""
+"""What is switched off, the first seed tried, and the law then broken. Counted from seed 0 eight are found
+within 13 seeds, the others at seeds 4429, 310, 150, 5296 and 228: they need two rare things in one schedule."""
 NUM_TRIED = 50
 
 
