@@ -132,7 +132,7 @@ class Passages:
             return
         passage.lease.release()
         if why and session.state is Sending.SERVING:
-            self._listener.chunk_failed(session, RefuseCode.INTERNAL, why)
+            self._listener.chunk_failed(session, RefuseCode.GONE if session.revoked else RefuseCode.INTERNAL, why)
         else:
             self._listener.chunk_dropped(session)
         self._go_on(session)
@@ -142,8 +142,7 @@ class Passages:
         if moved.error is not None:
             return f"the gather failed: {moved.error}"
         if session.held is None or not self._offers.is_current(session.held, generation):
-            revoked = "" if session.held is None else session.held.growth.standing.ended
-            return revoked or "the offer changed while it was read"
+            return session.revoked or "the offer changed while it was read"
         return ""
 
     def _write(self, session: SendSession, seq: int) -> None:

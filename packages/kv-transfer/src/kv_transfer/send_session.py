@@ -131,6 +131,12 @@ class SendSession:
         return "" if self.held is None else self.held.growth.lack(self.ask.tokens)
 
     @property
+    def revoked(self) -> str:
+        """Why the engine has taken the offer's blocks back; empty if it has not, or there is no offer."""
+        ended = "" if self.held is None else self.held.growth.standing.ended
+        return f"{ended}, wanted={self.ask.tokens}" if ended else ""
+
+    @property
     def num_in_flight(self) -> int:
         """Chunks between their first gather and the end of their write."""
         return self.moves.num_reads + self.moves.num_writes

@@ -278,8 +278,8 @@ class Sender:
             self._unknown(peer, name)
             return
         if session.state is Sending.SERVING and event is SendEvent.CLOSE:
-            revoked = "" if session.held is None else session.held.growth.standing.ended
-            session.end = End(RefuseCode.GONE, revoked or "the session has ended", is_clean=not revoked)
+            revoked = session.revoked
+            session.end = End(RefuseCode.GONE, clipped(revoked) or "the session has ended", is_clean=not revoked)
             if session.ask.direct:
                 session.marks.wired = session.marks.scattered = self._room.timers.clock()
         self._on(session, event)
