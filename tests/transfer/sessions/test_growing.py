@@ -168,7 +168,7 @@ def test_a_request_may_be_offered_anew():
     with pair() as (p, d, _):
         prompt = GrowingPrompt(p).open(12)
         prompt.abandon("preempted")
-        wait_for(lambda: (p.step(), p.door.status().gauges["offers"] == 0)[1], what="the end at the door")
+        wait_for(lambda: (p.step(), prompt.request_id not in p.door._open)[1], what="the end at the door")
         prompt.open(4)
         d.order(p, prompt.transfer_id)
         prompt.advance(NUM_TOKENS)
