@@ -32,6 +32,7 @@ class AttentionFormatter:
 
     def split(self, chunk: Chunk, caches: PagedCaches, block_range: BlockRange, out: Tensor) -> tuple[Route, ...]:
         """See `base.Formatter.split`; CallerError if chunk, caches, blocks and bytes do not fit each other."""
+        self.check(chunk, caches)
         part = Part.of(chunk.piece.heads, chunk.tokens, caches.geometry, block_range)
         return tuple(
             gather(dense, planes, part.block_ids, first_token=part.first_token, first_head=part.first_head)
@@ -47,11 +48,15 @@ class AttentionFormatter:
         conversion: Conversion | None = None,
     ) -> tuple[Route, ...]:
         """See `base.Formatter.concat`; CallerError if chunk, caches, blocks and bytes do not fit each other."""
+        self.check(chunk, caches)
         part = Part.of(chunk.piece.heads, chunk.tokens, caches.geometry, block_range)
         return tuple(
             scatter(planes, dense, part.block_ids, first_token=part.first_token, first_head=part.first_head)
             for dense, planes in self._copies(chunk, caches, part, src, conversion)
         )
+
+    def check(self, chunk: Chunk, caches: PagedCaches) -> None:
+        """CallerError if a kind of attention allows less than `Part` does; any heads are full attention's."""
 
     def _copies(
         self, chunk: Chunk, caches: PagedCaches, part: Part, flat: Tensor, conversion: Conversion | None = None

@@ -8,43 +8,22 @@ Legend: L layers of the chunk, C planes of a layer (1, or 2), T' tokens of the c
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from kv_core.errors import CallerError
 from kv_core.spans import Span
-from kv_kernels.launch import Route
 from kv_transfer.formatter.attention import AttentionFormatter
-from kv_transfer.formatter.conversion import Conversion
+from kv_transfer.plan.cache_state import BlockOrder
 from kv_transfer.plan.plan import Chunk
-from kv_transfer.plan.ranges import BlockRange
 from kv_transfer.pools import PagedCaches
-
-# With one head both block orders lie alike in memory.
-_ROWS = AttentionFormatter("token_major")
 
 
 @dataclass(frozen=True, slots=True)
-class LatentFormatter:
+class LatentFormatter(AttentionFormatter):
     """Splits and concatenates chunks of the one head."""
 
-    def split(self, chunk: Chunk, caches: PagedCaches, block_range: BlockRange, out: Tensor) -> tuple[Route, ...]:
-        """See `base.Formatter.split`; CallerError if the chunk names another head, or the parts do not fit."""
-        _check_one_head(chunk, caches)
-        return _ROWS.split(chunk, caches, block_range, out)
+    # With one head both block orders lie alike in memory.
+    order: BlockOrder = "token_major"
 
-    def concat(
-        self,
-        chunk: Chunk,
-        caches: PagedCaches,
-        block_range: BlockRange,
-        src: Tensor,
-        conversion: Conversion | None = None,
-    ) -> tuple[Route, ...]:
-        """See `base.Formatter.concat`; CallerError if the chunk names another head, or the parts do not fit."""
-        _check_one_head(chunk, caches)
-        return _ROWS.concat(chunk, caches, block_range, src, conversion)
-
-
-def _check_one_head(chunk: Chunk, caches: PagedCaches) -> None:
-    if chunk.piece.heads != Span(0, 1) or caches.heads != Span(0, 1):
-        raise CallerError(f"a latent row has one head: wanted={chunk.piece.heads}, held={caches.heads}")
+    def check(self, chunk: Chunk, caches: PagedCaches) -> None:
+        """CallerError if the chunk, or the caches, have another head."""
+        if chunk.piece.heads != Span(0, 1) or caches.heads != Span(0, 1):
+            raise CallerError(f"a latent row has one head: wanted={chunk.piece.heads}, held={caches.heads}")
