@@ -24,9 +24,10 @@ from kv_kernels.layout import MappedPlanes
 from kv_kernels.peer import peer_copy
 from kv_transfer.agent.cards import DirectCard
 from kv_transfer.direct.base import CannotMap, Read
-from kv_transfer.plan.cache_state import CacheState, Share
+from kv_transfer.direct.laid import MAX_PLANES, Address, Index, LaidPlanes, check_laid, laid
+from kv_transfer.plan.cache_state import CacheState
 from kv_transfer.plan.elements import ITEM_BYTES
-from kv_transfer.pools import PagedCaches, dtype_name
+from kv_transfer.pools import PagedCaches
 
 logger = logging.getLogger(__name__)
 
@@ -36,26 +37,15 @@ BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 LAZY_PEER_ACCESS: Final = 1
 LIBRARY: Final = "libcuda.so.1"
 
-Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
-Offset = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-Length = Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
-Four = tuple[Length, Length, Length, Length]
 
-
-class _Blob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Blob(LaidPlanes, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to map one rank's caches: handles of its allocations, and where in them each plane begins."""
 
     handles: Annotated[
         tuple[Annotated[bytes, msgspec.Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)], ...],
         msgspec.Meta(min_length=1, max_length=1 << 14),
     ]
-    planes: Annotated[tuple[tuple[Index, Offset], ...], msgspec.Meta(min_length=1, max_length=1 << 15)]
-    shape: Four
-    strides: Annotated[tuple[Four, ...], msgspec.Meta(min_length=1, max_length=8)]
-    """In elements, of the planes of each kind (K, V) of a layer."""
-    dtype: Annotated[str, msgspec.Meta(max_length=32)]
-    first_layer: Index
-    groups: Annotated[tuple[Index, ...], msgspec.Meta(max_length=1 << 14)]
+    planes: Annotated[tuple[tuple[Index, Address], ...], msgspec.Meta(min_length=1, max_length=MAX_PLANES)]
 
 
 class DriverError(FerryError):
@@ -80,7 +70,7 @@ class CudaDoor:
             blob = msgspec.msgpack.decode(card.blob, type=_Blob)
         except msgspec.DecodeError as error:
             raise CannotMap(f"the card cannot be read: {error}") from error
-        _check_state(blob, state, state.share_of(rank))
+        check_laid(blob, len(blob.planes), state, rank)
         _enter(self._device)
         mapped: list[int] = []
         try:
@@ -154,18 +144,6 @@ def host_id() -> str:
     return BOOT_ID.read_text().strip() if BOOT_ID.exists() else "unknown"
 
 
-def _check_state(blob: _Blob, state: CacheState, share: Share) -> None:
-    """CannotMap unless these are the caches of that share: what is said of a cache must not depend on who says it."""
-    is_plain = state.layout.is_plain
-    elements = state.head_size * (1 if is_plain else state.tokens_per_block)
-    stated = (state.tokens_per_block if is_plain else 1, len(share.heads), elements, state.dtype)
-    told = (*blob.shape[1:], blob.dtype)
-    planes = (len(share.layers) * state.num_planes, state.num_planes, share.layers.start)
-    told_planes = (len(blob.planes), len(blob.strides), blob.first_layer)
-    if (stated, planes) != (told, told_planes) or (blob.groups and len(blob.groups) != len(share.layers)):
-        raise CannotMap(f"the caches are not as stated: caches={told} {told_planes}, stated={stated} {planes}")
-
-
 def _check_reach(blob: _Blob, sizes: Sequence[int]) -> None:
     """CannotMap if a plane reaches beyond its allocation: the kernel reads wherever it is told to."""
     itemsize = ITEM_BYTES[blob.dtype]
@@ -185,16 +163,7 @@ def _blob_of(caches: PagedCaches) -> _Blob:
         if base not in handles:
             handles[base] = _export(base)
         planes.append((list(handles).index(base), plane.data_ptr() - base))
-    first = caches.planes[0]
-    return _Blob(
-        handles=tuple(handles.values()),
-        planes=tuple(planes),
-        shape=tuple(first.shape),  # type: ignore[arg-type]
-        strides=tuple(tuple(plane.stride()) for plane in caches.planes[: caches.num_planes]),  # type: ignore[misc]
-        dtype=dtype_name(first),
-        first_layer=caches.first_layer,
-        groups=caches.groups,
-    )
+    return _Blob(handles=tuple(handles.values()), planes=tuple(planes), **laid(caches))
 
 
 def _enter(device: torch.device) -> None:

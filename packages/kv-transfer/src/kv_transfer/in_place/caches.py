@@ -21,31 +21,20 @@ from kv_kernels.layout import MappedPlanes
 from kv_transfer.agent.base import Agent
 from kv_transfer.agent.cards import DirectCard, MemoryKind
 from kv_transfer.direct.base import CannotMap
+from kv_transfer.direct.laid import MAX_PLANES, Address, Index, LaidPlanes, check_laid, laid
 from kv_transfer.plan.cache_state import CacheState
-from kv_transfer.plan.elements import ITEM_BYTES
-from kv_transfer.pools import PagedCaches, dtype_name
+from kv_transfer.pools import PagedCaches
 from kv_transfer.regions import Region, storage_region
 
 logger = logging.getLogger(__name__)
 
 KIND: Final = "in-place"
 
-Address = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
-Length = Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
-Four = tuple[Length, Length, Length, Length]
 
-
-class _Blob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Blob(LaidPlanes, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where one rank's planes begin, and how they lie."""
 
-    addresses: Annotated[tuple[Address, ...], msgspec.Meta(min_length=1, max_length=1 << 15)]
-    shape: Four
-    strides: Annotated[tuple[Four, ...], msgspec.Meta(min_length=1, max_length=8)]
-    """In elements, of the planes of each kind (K, V) of a layer."""
-    dtype: Annotated[str, msgspec.Meta(max_length=32)]
-    first_layer: Index
-    groups: Annotated[tuple[Index, ...], msgspec.Meta(max_length=1 << 14)]
+    addresses: Annotated[tuple[Address, ...], msgspec.Meta(min_length=1, max_length=MAX_PLANES)]
     memory: MemoryKind
     device_id: Index
 
@@ -73,16 +62,11 @@ class SharedCaches:
         caches = self.caches
         if not caches.planes:
             return None
-        first = MappedPlanes.of(caches.planes[:: caches.num_planes])
         blob = _Blob(
             addresses=tuple(plane.data_ptr() for plane in caches.planes),
-            shape=first.shape,
-            strides=tuple(plane.stride() for plane in caches.planes[: caches.num_planes]),  # type: ignore[misc]
-            dtype=dtype_name(caches.planes[0]),
-            first_layer=caches.first_layer,
-            groups=caches.groups,
             memory=self.regions[0].kind,
             device_id=self.regions[0].device_id,
+            **laid(caches),
         )
         return DirectCard(kind=KIND, host=self._agent_kind, blob=msgspec.msgpack.encode(blob))
 
@@ -113,7 +97,7 @@ class RemotePlanes:
             blob = msgspec.msgpack.decode(card.blob, type=_Blob)
         except msgspec.DecodeError as error:
             raise CannotMap(f"the card cannot be read: {error}") from error
-        _check(blob, state, rank)
+        check_laid(blob, len(blob.addresses), state, rank)
         return cls(blob, getattr(torch, blob.dtype))
 
     @property
@@ -137,19 +121,6 @@ class RemotePlanes:
 def planes_of_kind(caches: PagedCaches, layers: Span, kind: int) -> tuple[torch.Tensor, ...]:
     """Our planes of one kind (K, V) of these global layers."""
     return caches.planes_of_layers(layers)[kind :: caches.num_planes]
-
-
-def _check(blob: _Blob, state: CacheState, rank: Rank) -> None:
-    """CannotMap unless the card describes what its owner's CacheState says of the rank."""
-    share = state.share_of(rank)
-    tokens = state.tokens_per_block if state.layout.is_plain else 1
-    head = state.head_size * (1 if state.layout.is_plain else state.tokens_per_block)
-    stated = (len(share.layers) * state.num_planes, share.layers.start, tokens, len(share.heads), head, state.dtype)
-    told = (len(blob.addresses), blob.first_layer, *blob.shape[1:], blob.dtype)
-    if stated != told or len(blob.strides) != state.num_planes or blob.dtype not in ITEM_BYTES:
-        raise CannotMap(f"the card is not of this state: stated={stated}, told={told}")
-    if blob.groups and len(blob.groups) != len(share.layers):
-        raise CannotMap(f"not one group for each layer: layers={len(share.layers)}, told={len(blob.groups)}")
 
 
 def check_dtypes(ours: PagedCaches, theirs: RemotePlanes) -> None:
