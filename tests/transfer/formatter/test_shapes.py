@@ -1,14 +1,18 @@
 """Each dimension in which two instances may differ, on its own: bytes equal, and as many as there must be."""
 
+import msgspec
 import pytest
+import torch
 
-from kv_core.ids import Rank
+from kv_core.ids import BlockId, Rank
 from kv_core.spans import Span
 from kv_testing.carrier import carry
 from kv_testing.layouts import make_state
 from kv_testing.tagged import FORMS, fill, make_world, misplaced
+from kv_transfer.formatter.select import formatter_for
 from kv_transfer.plan.cache_state import BlockLayout, ParallelLayout
-from kv_transfer.plan.plan import receive_plans
+from kv_transfer.plan.plan import chunks_of, receive_plans
+from kv_transfer.plan.ranges import block_range
 from kv_transfer.plan.side_pools import indexer_pool
 
 ROW = 4 * 4 * 2 * 8 * 2
@@ -109,3 +113,17 @@ def test_windowed_layers_take_what_the_next_token_sees(windows, stages):
 def test_windows_are_one_for_each_layer():
     with pytest.raises(ValueError, match="for each layer: got=3, layers=4"):
         make_state(windows=(8, 8, 8))
+
+
+@pytest.mark.parametrize(("wanted", "held"), [(Span(1, 2), 1), (Span(0, 1), 2)])
+def test_a_latent_row_of_another_head_is_refused(wanted, held):
+    """Before anything moves: a chunk of a head that no latent cache has, and caches of several."""
+    state = latent()
+    caches = make_world(state if held == 1 else make_state(num_planes=1, parallel=even(heads=4)), 20, "CBHTD", 1).caches
+    (chunk,) = chunks_of(receive_plans(state, Rank(0), state, Span(0, 20))[0].pieces, Span(0, 20), state, 1 << 20)
+    other = msgspec.structs.replace(chunk, piece=msgspec.structs.replace(chunk.piece, heads=wanted))
+    blocks = block_range([BlockId(0), BlockId(1)], Span(0, 20), 16)
+    dense = torch.zeros(chunk.num_bytes, dtype=torch.uint8)
+    for move in (formatter_for(state).split, formatter_for(state).concat):
+        with pytest.raises(ValueError, match="a latent row has one head"):
+            move(other, caches[Rank(0)], blocks, dense)
