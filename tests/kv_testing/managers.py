@@ -5,10 +5,13 @@ Out: `manager(...)` with T = 4, `prompt(...)`, and a clock that is turned by han
 Law: after every call of `Watched` all laws of the manager are proven.
 """
 
+from typing import Any
+
 from kv_core.config import ManagerConfig, WindowConfig
 from kv_core.keys import Scope
 from kv_core.manager import KVCacheManager
 from kv_core.request import Request
+from kv_core.retention import RangeRetention, RetentionConfig
 
 LONGEST = 64
 
@@ -76,3 +79,14 @@ def run(ours, name, tokens, generated=(), **more):
 def found(ours, tokens, **more):
     """How many tokens a new request would find."""
     return ours.probe(request("?", tokens, **more)).num_cached
+
+
+def keep(priority: int, duration_ms: int | None = None, decode: int = 35) -> RetentionConfig:
+    """The wish to keep a whole prompt with this priority."""
+    return RetentionConfig((RangeRetention(0, None, priority, duration_ms),), decode)
+
+
+def payloads(ours: Any) -> list[Any]:
+    """What the events say that are new."""
+    ours.flush_events()
+    return [event.payload for event in ours.take_events()]

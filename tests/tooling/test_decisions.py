@@ -20,7 +20,7 @@ PAGES = {
     "peer-refusals": [str(number) for number in range(1, 44)],
 }
 FOLDERS = {
-    "core-defects": ("tests/core", "test_defects.py"),
+    "core-defects": ("tests/core", ""),
     "transfer-defects": ("tests/transfer", "test_defects.py"),
     "transfer-acceptance": ("tests/transfer", "test_bug_reports.py"),
     "peer-refusals": ("tests/transfer/sessions", "test_peer_refusals.py"),
@@ -41,6 +41,7 @@ def proofs(page, cell):
         if named_path:
             path = named_path
         else:
+            assert path, f"no file is named for {function}"
             yield ROOT / ("" if path.startswith("tests/") else folder) / path, function
 
 
