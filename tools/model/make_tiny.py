@@ -1,10 +1,10 @@
-"""Makes the tiny Llama checkpoint on which whole engines are tested.
+"""Makes the tiny checkpoints on which whole engines are tested: a Llama, and one for each other kind of cache.
 
 In:  a directory and a seed; two seeds give two checkpoints of one shape with different weights.
 Out: the directory with config, weights, tokenizer and chat template, as Hugging Face and vLLM load them.
 Law: the same seed gives the same bytes; a directory is complete or absent, also when several processes make it at once.
 
-Usage: .venv/bin/python tools/model/make_tiny.py [--seed 0] [--out .work/models/tiny-seed0]
+Usage: .venv/bin/python tools/model/make_tiny.py [--seed 0] [--kind llama] [--out .work/models/tiny-seed0]
 """
 
 import argparse
@@ -12,6 +12,7 @@ import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors.numpy import save
@@ -19,6 +20,8 @@ from safetensors.numpy import save
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))  # so that it runs as a script and imports as `model.make_tiny`
 
+from model.tiny_hybrid import ONLY_WINDOWS, HybridShape, hybrid_config, hybrid_weights  # noqa: E402
+from model.tiny_latent import LatentShape, latent_config, latent_weights  # noqa: E402
 from model.tiny_tokenizer import (  # noqa: E402
     BOS,
     EOS,
@@ -29,20 +32,28 @@ from model.tiny_tokenizer import (  # noqa: E402
     tokenizer_config_json,
     tokenizer_json,
 )
-from model.tiny_weights import TinyShape, tiny_weights  # noqa: E402
+from model.tiny_weights import TinyShape, Weights, tiny_weights  # noqa: E402
 
+Shape = TinyShape | HybridShape | LatentShape
 SHAPE = TinyShape(vocab_size=VOCAB_SIZE)
+SHAPES: Mapping[str, Shape] = {
+    "llama": SHAPE,
+    "hybrid": HybridShape(vocab_size=VOCAB_SIZE),
+    "windows": ONLY_WINDOWS,
+    "latent": LatentShape(vocab_size=VOCAB_SIZE),
+}
 RECIPE_VERSION = 1
 _RECIPE_FILE = "recipe.json"
 
 
-def default_directory(seed: int) -> Path:
-    return ROOT / ".work" / "models" / f"tiny-seed{seed}"
+def default_directory(seed: int, shape: Shape = SHAPE) -> Path:
+    kind = next((f"{kind}-" for kind, known in SHAPES.items() if known == shape != SHAPE), "")
+    return ROOT / ".work" / "models" / f"tiny-{kind}seed{seed}"
 
 
-def make_tiny(seed: int = 0, directory: Path | None = None, shape: TinyShape = SHAPE) -> Path:
+def make_tiny(seed: int = 0, directory: Path | None = None, shape: Shape = SHAPE) -> Path:
     """The directory of the checkpoint, made now unless it is there already."""
-    target = directory or default_directory(seed)
+    target = directory or default_directory(seed, shape)
     recipe = _recipe(seed, shape)
     if not _holds(target, recipe):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -70,9 +81,9 @@ def _put_in_place(made: Path, target: Path, recipe: str) -> None:
             raise
 
 
-def _write(folder: Path, seed: int, shape: TinyShape, recipe: str) -> None:
+def _write(folder: Path, seed: int, shape: Shape, recipe: str) -> None:
     folder.mkdir()
-    weights = tiny_weights(shape, seed, range(FIRST_SPOKEN))
+    weights = _weights(shape, seed)
     Path(folder, "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
     Path(folder, "config.json").write_text(_json(_config(shape)))
     Path(folder, "generation_config.json").write_text(_json(_special_ids() | {"do_sample": False}))
@@ -81,7 +92,22 @@ def _write(folder: Path, seed: int, shape: TinyShape, recipe: str) -> None:
     Path(folder, _RECIPE_FILE).write_text(recipe)
 
 
-def _config(shape: TinyShape) -> dict[str, object]:
+def _weights(shape: Shape, seed: int) -> Weights:
+    silent = range(FIRST_SPOKEN)
+    match shape:
+        case HybridShape():
+            return hybrid_weights(shape, seed, silent)
+        case LatentShape():
+            return latent_weights(shape, seed, silent)
+    return tiny_weights(shape, seed, silent)
+
+
+def _config(shape: Shape) -> dict[str, object]:
+    match shape:
+        case HybridShape():
+            return _special_ids() | hybrid_config(shape)
+        case LatentShape():
+            return _special_ids() | latent_config(shape)
     return _special_ids() | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -109,7 +135,7 @@ def _special_ids() -> dict[str, object]:
     }
 
 
-def _recipe(seed: int, shape: TinyShape) -> str:
+def _recipe(seed: int, shape: Shape) -> str:
     return _json({"version": RECIPE_VERSION, "seed": seed, "config": _config(shape)})
 
 
@@ -118,11 +144,12 @@ def _json(value: dict[str, object]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Make the tiny Llama checkpoint used by tests and demo.")
+    parser = argparse.ArgumentParser(description="Make the tiny checkpoint used by tests and demo.")
     parser.add_argument("--seed", type=int, default=0, help="another seed gives other weights of the same shape")
-    parser.add_argument("--out", type=Path, default=None, help="directory (default: .work/models/tiny-seed<seed>)")
+    parser.add_argument("--kind", choices=SHAPES, default="llama", help="which attention its layers have")
+    parser.add_argument("--out", type=Path, default=None, help="directory (default: one below .work/models)")
     arguments = parser.parse_args()
-    print(make_tiny(arguments.seed, arguments.out))
+    print(make_tiny(arguments.seed, arguments.out, SHAPES[arguments.kind]))
 
 
 if __name__ == "__main__":

@@ -15,13 +15,15 @@ the model listens to its cache. Evidence (torch 2.13 CPU; tests/tooling/test_tin
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 Weights = dict[str, NDArray[np.float32]]
+Matrix = tuple[str, int, int, float]
+"""Name, outputs, inputs, gain."""
 
 SCORE_DEVIATION = 1.5
 ATTENTION_GAIN = 1.5
@@ -42,20 +44,35 @@ class TinyShape:
     max_position: int = 4096
 
 
+def seeded_weights(matrices: Iterable[Matrix], norms: Mapping[str, NDArray[np.float32]], seed: int) -> Weights:
+    """All weights of a model: its matrices, drawn in this order, and its norms."""
+    random = np.random.Generator(np.random.PCG64(seed))
+    return {name: _normal(random, rows, columns, gain) for name, rows, columns, gain in matrices} | dict(norms)
+
+
+def vectors(value: float, size: int, names: Iterable[str]) -> dict[str, NDArray[np.float32]]:
+    """Weights of norms: for each name as many elements of one value."""
+    return {name: np.full(size, value, np.float32) for name in names}
+
+
 def tiny_weights(shape: TinyShape, seed: int, silent_tokens: range) -> Weights:
     """All weights; `silent_tokens` get zero rows in the output matrix, so the model practically never says them."""
-    random = np.random.Generator(np.random.PCG64(seed))
-    weights = {name: _normal(random, rows, columns, gain) for name, rows, columns, gain in _matrices(shape)}
-    weights["lm_head.weight"][silent_tokens.start : silent_tokens.stop] = 0
-    return weights | {name: np.ones(shape.hidden_size, np.float32) for name in _norms(shape)}
+    weights = seeded_weights(_matrices(shape), vectors(1, shape.hidden_size, _norms(shape)), seed)
+    silence(weights, silent_tokens)
+    return weights
+
+
+def silence(weights: Weights, tokens: range) -> None:
+    """Zero rows in the output matrix for some tokens."""
+    weights["lm_head.weight"][tokens.start : tokens.stop] = 0
 
 
 def _normal(random: np.random.Generator, rows: int, columns: int, gain: float) -> NDArray[np.float32]:
     return random.standard_normal((rows, columns), dtype=np.float32) * np.float32(gain / math.sqrt(columns))
 
 
-def _matrices(shape: TinyShape) -> Iterator[tuple[str, int, int, float]]:
-    """(name, outputs, inputs, gain) of every matrix, in the order in which they are drawn."""
+def _matrices(shape: TinyShape) -> Iterator[Matrix]:
+    """Every matrix, in the order in which they are drawn."""
     hidden, queries, pairs = shape.hidden_size, shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
     score_gain = math.sqrt(SCORE_DEVIATION)
     yield "model.embed_tokens.weight", shape.vocab_size, hidden, math.sqrt(hidden)
