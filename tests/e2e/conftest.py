@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 import httpx
 import pytest
-from model.make_tiny import make_tiny
+from model.make_tiny import SHAPES, make_tiny
 
 from kv_testing.answers import Prompt, Tally
-from kv_testing.servers import TRANSPORTS, Fleet, running_fleet
+from kv_testing.servers import ROLES, TRANSPORTS, Fleet, running_fleet
 from kv_testing.servers_hooks import complaints
 
 Answered = TypeVar("Answered")
@@ -23,7 +23,8 @@ ORDINARY_TOKENS = range(16, 500)
 
 @pytest.fixture(scope="session")
 def models() -> dict[str, Path]:
-    return {"tiny": make_tiny(0), "other": make_tiny(1)}
+    groups = {kind: make_tiny(0, shape=SHAPES[kind]) for kind in ("hybrid", "windows", "latent")}
+    return {"tiny": make_tiny(0), "other": make_tiny(1), **groups}
 
 
 @pytest.fixture(scope="session", params=list(TRANSPORTS))
@@ -32,7 +33,7 @@ def fleet(
 ) -> Iterator[Fleet]:
     """The engines over one transport. pytest runs all tests of one transport before the next fleet starts."""
     folder = tmp_path_factory.mktemp(f"fleet-{request.param}")
-    names = {name for item in request.session.items for name in _wanted(item)}
+    names = {name for item in request.session.items for name in _wanted(item)} & set(ROLES)
     with running_fleet(request.param, models, folder, names) as fleet:
         yield fleet
 

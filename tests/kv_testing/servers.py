@@ -56,6 +56,7 @@ class Role:
     tensor_ranks: int
     cores: tuple[str, ...]
     load_failure_policy: str = "recompute"
+    extra_arguments: tuple[str, ...] = ()
 
 
 ROLES: Mapping[str, Role] = {
@@ -65,6 +66,21 @@ ROLES: Mapping[str, Role] = {
     "D2": Role("tiny", 2, ("0", "1"), "fail"),
     "X1": Role("other", 1, ("1",)),
 }
+# Prompts are computed in several steps, so that windows move on before the end.
+_IN_STEPS = ("--max-num-batched-tokens", "128")
+GROUP_ROLES: Mapping[str, Role] = {
+    "HP1": Role("hybrid", 1, ("0",), extra_arguments=_IN_STEPS),
+    "HD1": Role("hybrid", 1, ("1",)),
+    "HP2": Role("hybrid", 2, ("0", "1"), extra_arguments=_IN_STEPS),
+    "HD2": Role("hybrid", 2, ("0", "1")),
+    "WP1": Role("windows", 1, ("0",), extra_arguments=_IN_STEPS),
+    "WD1": Role("windows", 1, ("1",)),
+    "LP1": Role("latent", 1, ("0",)),
+    "LD1": Role("latent", 1, ("1",)),
+    "LP2": Role("latent", 2, ("0", "1")),
+    "LD2": Role("latent", 2, ("0", "1")),
+}
+"""Engines of models with other cache groups: hybrid (H), windows alone (W), latent attention (L)."""
 
 
 @dataclass(slots=True)
@@ -116,7 +132,7 @@ class Fleet:
         assert not gone, f"engines have ended (name: exit code): {gone}; logs in {self.folder}"
 
     def _config(self, name: str) -> EngineConfig:
-        role = ROLES[name]
+        role = {**ROLES, **GROUP_ROLES}[name]
         return EngineConfig(
             name=name,
             model=self.models[role.model],
@@ -128,6 +144,7 @@ class Fleet:
             tokens_per_block=TOKENS_PER_BLOCK,
             num_blocks=NUM_BLOCKS,
             max_prompt_tokens=MAX_PROMPT_TOKENS,
+            extra_arguments=role.extra_arguments,
             environment=TRANSPORTS[self.transport],
         )
 

@@ -44,11 +44,14 @@ def num_held(hooks: Path) -> int:
 
 
 @contextmanager
-def corrupt_block(hooks: Path, block: int, plane: int) -> Iterator[None]:
-    """While this lasts, what the engine receives for this block of a request is spoilt after it was verified."""
+def corrupt_block(hooks: Path, block: int, plane: int, layer: int | None = None) -> Iterator[None]:
+    """While this lasts, what the engine receives for this block of a request is spoilt after it was verified.
+
+    In all layers, or in one.
+    """
     order = hooks / "corrupt.json"
     fresh = hooks / "corrupt.json.new"
-    fresh.write_text(json.dumps({"block": block, "plane": plane}))
+    fresh.write_text(json.dumps({"block": block, "plane": plane} | ({} if layer is None else {"layer": layer})))
     fresh.rename(order)
     try:
         yield

@@ -196,9 +196,14 @@ def expected_planes(
 
 
 def held_by(world: World, rank: Rank, tokens: Span, window: int) -> tuple[Tensor, Tensor]:
-    """The tokens that the rank holds, of those that the one after them sees; and which of its own blocks has each."""
+    """The tokens that the rank holds of those that the next one sees, by whole blocks; which of its blocks has each."""
     size = world.state.tokens_per_block
-    first = max(tokens.start, tokens.stop - window + 1) if window else tokens.start
+    first = tokens.start
+    if window:
+        # By whole blocks of the engine's scheduler, which may be several of ours.
+        each = size * world.state.parallel.blocks_per_deal
+        seen = (tokens.stop // window) * window if world.state.chunked else tokens.stop - window + 1
+        first = max(first, min(seen, tokens.stop) // each * each)
     if not world.state.layout.is_plain:
         first = max(tokens.start, first // size * size)
     token = torch.arange(min(first, tokens.stop), tokens.stop)

@@ -1,7 +1,8 @@
 """Faults that a test orders in a running engine, by files in a directory (`test_hooks_dir`); never for production.
 
     corrupt.json   {"block": 2, "plane": 0}   flip the sign of every element of that block and plane (0 K, 1 V) in what
-                                               is received, after it was verified and before it is scattered
+                                               is received, after it was verified and before it is scattered; with a
+                                               "layer" of that layer of the model alone
     hold-writes    (any content)               hold the sender's writes that have passed all their checks, until the
                                                file is gone: a late writer
 
@@ -39,8 +40,12 @@ class OrderedFaults(NoFaults):
         order = json.loads(self._corrupt.read_text())
         state, per_block = self._state, self._state.tokens_per_block
         tokens = Span(order["block"] * per_block, (order["block"] + 1) * per_block) & chunk.tokens
-        if tokens:
-            plane = _chunk_planes(received, chunk, state)[:, order["plane"]]
+        layers = chunk.piece.layers
+        hit_layers = layers & Span(order["layer"], order["layer"] + 1) if "layer" in order else layers
+        if tokens and hit_layers:
+            first = hit_layers.start - layers.start
+            planes = _chunk_planes(received, chunk, state)[first : first + len(hit_layers)]
+            plane = planes[:, order["plane"]]
             axis = 1 if state.layout.order == "token_major" else 2
             hit = plane.narrow(axis, tokens.start - chunk.tokens.start, len(tokens))
             hit[..., ITEM_BYTES[state.dtype] - 1 :: ITEM_BYTES[state.dtype]] ^= 0x80

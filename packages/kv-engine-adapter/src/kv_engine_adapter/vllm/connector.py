@@ -19,12 +19,13 @@ from kv_engine_adapter.orders import StepOrders
 from kv_engine_adapter.vllm import compat, setup
 from kv_engine_adapter.vllm.stats import FerryPromMetrics, FerryStats, own_report
 from kv_engine_adapter.vllm.translate import RequestView, block_tables
+from kv_engine_adapter.vllm.window_blocks import WindowBlocks
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -75,6 +76,7 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
         self._worker: FerryWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler_setup = setup.SchedulerSetup(vllm_config, kv_cache_config)
+            self._windows = WindowBlocks(self._scheduler_setup.model)
         else:
             self._worker_setup = setup.WorkerSetup(vllm_config, kv_cache_config)
 
@@ -90,6 +92,10 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
 
     # -- scheduler side ------------------------------------------------------------------------------------------
 
+    def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._windows.bind(kv_cache_manager)
+
     def on_new_request(self, request: "Request") -> None:
         # Versions of vLLM without this hook tell of a request when its turn comes.
         self._scheduling.announced(RequestView(request))
@@ -99,10 +105,13 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
         return wanted, bool(wanted)
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
-        tables = block_tables(blocks.get_block_ids())
-        self._scheduling.allocated(RequestView(request), tables, num_external_tokens)
+        view = RequestView(request)
+        if view.is_prefill:
+            self._windows.watch(view.request_id, view.num_prompt_tokens)
+        self._scheduling.allocated(view, block_tables(blocks.get_block_ids()), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        self._windows.keep()
         return FerryMetadata(self._scheduling.take_orders())
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
@@ -110,7 +119,8 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
         failed_blocks = connector_output.invalid_block_ids or ()
         self._scheduling.loads_over(connector_output.finished_recving or (), failed, failed_blocks)
         self._scheduling.sends_over(connector_output.finished_sending or ())
-
+        for request_id in connector_output.finished_sending or ():
+            self._windows.forget(request_id)
         self._scheduling.workers_report(own_report(connector_output.kv_connector_stats)["gauges"])
 
     def has_pending_push_work(self) -> bool:
@@ -122,8 +132,16 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        complete = setup.prefill_is_complete(request)
-        return self._scheduling.finished(RequestView(request), block_tables(block_ids), complete=complete)
+        view, tables = RequestView(request), block_tables(block_ids)
+        full, complete = None, setup.prefill_is_complete(request)
+        if complete and view.is_prefill:
+            full = self._windows.completed(view.request_id, view.num_prompt_tokens, tables)
+            if full is None:
+                logger.warning("kvferry: request %s is not offered: its windows have moved on", view.request_id)
+        keeps, params = self._scheduling.finished(view, full or tables, complete=full is not None)
+        if not keeps:
+            self._windows.forget(view.request_id)
+        return keeps, params
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
         self.set_xfer_handshake_metadata_pp_aware({(0, rank): meta for rank, meta in metadata.items()})

@@ -15,22 +15,25 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kv_core.errors import CallerError
 from kv_core.ids import Incarnation, InstanceId, Rank
 from kv_engine_adapter.config import FerryConfig, ferry_config
 from kv_engine_adapter.hooks import OrderedFaults
 from kv_engine_adapter.scheduler import FerryScheduler, Identity
-from kv_engine_adapter.vllm import tensors, translate
+from kv_engine_adapter.vllm import compat, tensors, translate
+from kv_engine_adapter.vllm.groups import ModelCaches, model_caches
 from kv_engine_adapter.worker import FerryWorker
 from kv_transfer.config import TransferConfig
 from kv_transfer.instance import InstanceDoor
-from kv_transfer.plan.cache_state import CacheState
+from kv_transfer.plan.cache_state import CacheState, ParallelLayout
 from kv_transfer.protocol.messages import RankCard
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
@@ -40,7 +43,7 @@ class SchedulerSetup:
     """The scheduler's half, before the ranks have told where they are."""
 
     def __init__(self, config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
-        only_group(kv_cache_config)
+        self.model = _caches(kv_cache_config)
         refuse_unsupported(config)
         self._config = config
         self._ferry = ferry_config(_transfer_config(config).kv_connector_extra_config)
@@ -76,7 +79,7 @@ class WorkerSetup:
     """One rank's half, before its cache tensors exist."""
 
     def __init__(self, config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
-        self._spec = only_group(kv_cache_config)
+        self._model = _caches(kv_cache_config)
         self._config = config
         self._ferry = ferry_config(_transfer_config(config).kv_connector_extra_config)
 
@@ -88,20 +91,8 @@ class WorkerSetup:
 
         rank, incarnation = own_rank(self._config), shared_incarnation()
         parallel = translate.parallel_layout(self._config)
-        view = tensors.engine_caches(kv_caches, self._spec, parallel.share_of(rank))
-        state = CacheState(
-            fingerprint=translate.fingerprint(self._config),
-            attention="full",
-            dtype=view.dtype,
-            head_size=self._spec.head_size,
-            num_planes=2,
-            num_layers=parallel.num_layers,
-            num_kv_heads=parallel.num_kv_heads,
-            tokens_per_block=view.caches.tokens_per_block,
-            layout=view.layout,
-            parallel=parallel,
-            convert_elements=self._ferry.convert_elements,
-        )
+        view = tensors.engine_caches(kv_caches, self._model, parallel.share_of(rank))
+        state = self._state(view, parallel)
         hooks = self._ferry.test_hooks_dir
         transceiver = Transceiver(
             _rank_settings(self._ferry, self._config, rank),
@@ -114,7 +105,25 @@ class WorkerSetup:
             None if hooks is None else OrderedFaults(hooks, state),
             cuda_door(view.caches),
         )
-        return FerryWorker(transceiver, view.kernel_tables, self._spec.block_size), incarnation
+        return FerryWorker(transceiver, view.kernel_tables, self._model.block_size), incarnation
+
+    def _state(self, view: tensors.EngineCaches, parallel: ParallelLayout) -> CacheState:
+        """What peers are told of the caches of all ranks."""
+        return CacheState(
+            fingerprint=translate.fingerprint(self._config),
+            attention=self._model.attention,
+            dtype=view.dtype,
+            head_size=self._model.head_size,
+            num_planes=self._model.num_planes,
+            num_layers=parallel.num_layers,
+            num_kv_heads=parallel.num_kv_heads,
+            tokens_per_block=view.caches.tokens_per_block,
+            layout=view.layout,
+            parallel=msgspec.structs.replace(parallel, blocks_per_deal=view.blocks_per_logical),
+            windows=all_windows(self._model, view),
+            chunked=self._model.is_chunked,
+            convert_elements=self._ferry.convert_elements,
+        )
 
 
 def log_like_vllm() -> None:
@@ -127,31 +136,21 @@ def log_like_vllm() -> None:
             ours.setLevel(theirs.getEffectiveLevel())
 
 
-def only_group(kv_cache_config: "KVCacheConfig") -> "AttentionSpec":
-    """The cache specification of a model whose layers all have full attention; `CallerError` for any other."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-    groups = kv_cache_config.kv_cache_groups
-    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
-    if len(groups) != 1:
-        raise CallerError(
-            f"FerryConnector carries models of one KV cache group: got={len(groups)} {kinds}, "
-            "supported=1 FullAttentionSpec"
-        )
-    spec = groups[0].kv_cache_spec
-    # Why the very class: those derived from it (latent rows, sinks, reference windows) keep something else.
-    if type(spec) is not FullAttentionSpec:
-        raise CallerError(f"FerryConnector carries full attention: got={kinds[0]}, supported=FullAttentionSpec")
-    for field, usual in _PLAIN_SPEC.items():
-        if (got := getattr(spec, field, usual) or usual) != usual:
-            raise CallerError(f"FerryConnector carries plain caches: {field}: got={got}, supported={usual}")
-    if (value_size := getattr(spec, "head_size_v", None) or spec.head_size) != spec.head_size:
-        raise CallerError(f"FerryConnector carries K and V of one size: K={spec.head_size}, V={value_size}")
-    return spec
+def _caches(kv_cache_config: "KVCacheConfig") -> ModelCaches:
+    return model_caches(kv_cache_config, can_fail_requests=compat.REPORTS_FAILED_REQUESTS)
 
 
-_PLAIN_SPEC = {"sliding_window": None, "attention_chunk_size": None, "kv_quant_mode": 0, "tokens_per_state": 1}
-"""What a specification says of a cache that has one slot for each token and head, for as long as its request lives."""
+def all_windows(model: ModelCaches, view: tensors.EngineCaches) -> tuple[int, ...]:
+    """The window of every layer of the model, which the stages tell each other; none if no layer has one."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    if not any(model.windows):
+        return ()
+    groups = view.caches.groups or (0,) * len(view.caches.layers)
+    own = tuple(model.windows[view.groups[group]] for group in groups)
+    stages = get_pp_group()
+    told = [stages.broadcast_object(own, src=stage) for stage in range(stages.world_size)]
+    return tuple(window for stage in told for window in stage)
 
 
 def refuse_unsupported(config: "VllmConfig") -> None:

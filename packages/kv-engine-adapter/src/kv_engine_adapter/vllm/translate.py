@@ -17,6 +17,7 @@ from kv_core.ids import RequestId
 from kv_core.keys import BlockKey, Scope, prompt_key
 from kv_core.spans import Span
 from kv_engine_adapter.fingerprint import model_fingerprint, read_config
+from kv_engine_adapter.handover import wants_load, wants_offer
 from kv_engine_adapter.orders import Tables
 from kv_transfer.plan.cache_state import ParallelLayout
 from kv_transfer.plan.ranges import HOLE
@@ -55,6 +56,11 @@ class RequestView:
     def params(self) -> Mapping[str, object] | None:
         params = self.request.kv_transfer_params
         return params if isinstance(params, Mapping) else None
+
+    @property
+    def is_prefill(self) -> bool:
+        """Computed here to be offered, not loaded."""
+        return wants_offer(self.params) and not wants_load(self.params)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -101,7 +107,9 @@ def parallel_layout(config: "VllmConfig") -> ParallelLayout:
     num_layers = model.get_total_num_hidden_layers()
     stages = parallel.pipeline_parallel_size
     layers = tuple(Span(*get_pp_indices(num_layers, stage, stages)) for stage in range(stages))
-    tensor_ranks, num_heads = parallel.tensor_parallel_size, model.get_total_num_kv_heads()
+    tensor_ranks = parallel.tensor_parallel_size
+    # Why: of latent attention each rank keeps the one row that all heads are made from.
+    num_heads = 1 if model.use_mla else model.get_total_num_kv_heads()
     per_rank = max(1, num_heads // tensor_ranks)
     copies = max(1, tensor_ranks // num_heads)
     heads = tuple(Span(rank // copies * per_rank, (rank // copies + 1) * per_rank) for rank in range(tensor_ranks))

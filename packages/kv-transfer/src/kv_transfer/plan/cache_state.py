@@ -201,8 +201,9 @@ class CacheState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     `fingerprint` names the weights, `num_planes` is 2 for K and V and 1 for a latent cache, `head_size` counts
     elements. `windows` has the attention window of each layer in tokens, 0 where a layer sees all; none at all if every
-    layer does. `scales` are those of the elements (see `elements`); `convert_elements`: what comes from a peer whose
-    elements differ, and who asks for it too, is converted.
+    layer does; a window slides, or if `chunked` begins at the last multiple of its size. `scales` are those of the
+    elements (see `elements`); `convert_elements`: what comes from a peer whose elements differ, and who asks for it
+    too, is converted.
     """
 
     fingerprint: str
@@ -219,6 +220,7 @@ class CacheState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     windows: tuple[int, ...] = ()
     scales: tuple[float, ...] = ()
     convert_elements: bool = False
+    chunked: bool = False
 
     def __post_init__(self) -> None:
         _check_name("fingerprint", self.fingerprint)
@@ -261,6 +263,11 @@ class CacheState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             self.parallel.blocks_per_deal,
         )
         return TokenShare(cut, ranks, context_rank, self.tokens_per_block, num_tokens, dealt)
+
+    @property
+    def tokens_per_allocation(self) -> int:
+        """Tokens of what the engine's scheduler hands out as one block."""
+        return self.tokens_per_block * self.parallel.blocks_per_deal
 
     def window_of(self, layer: int) -> int:
         """The attention window of a global layer; 0 if it sees all tokens."""

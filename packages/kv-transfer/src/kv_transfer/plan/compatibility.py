@@ -23,6 +23,7 @@ MUST_MATCH: Final = (
     "num_layers",
     "num_kv_heads",
     "windows",
+    "chunked",
 )
 
 

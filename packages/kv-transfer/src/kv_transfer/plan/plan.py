@@ -82,9 +82,9 @@ def receive_plans(
     """What our `rank` takes from each of the peer's ranks, by ascending sender.
 
     `group` is the peer's that holds the request, `num_tokens` the length of the sequence that context ranks share
-    (`tokens.stop` if none is given). Layers with a window take what the token at `tokens.stop` may see. None at all
-    when nothing of the tokens or layers is ours: an empty transfer is a legal, immediate success. The two states must
-    be compatible (`compatibility.reasons` is empty).
+    (`tokens.stop` if none is given). Layers with a window take what the token at `tokens.stop` may see, by whole blocks
+    of ours. None at all when nothing of the tokens or layers is ours: an empty transfer is a legal, immediate success.
+    The two states must be compatible (`compatibility.reasons` is empty).
     """
     length = tokens.stop if num_tokens is None else num_tokens
     pieces: dict[Rank, list[Piece]] = {}
@@ -163,9 +163,12 @@ def num_bytes_of(layers: Span, heads: Span, tokens: Span, state: CacheState) -> 
     return len(layers) * len(heads) * len(tokens) * state.num_planes * state.bytes_per_token_head
 
 
-def seen_by_next(tokens: Span, window: int) -> Span:
+def seen_by_next(tokens: Span, window: int, *, chunked: bool = False) -> Span:
     """The part of `tokens` that the token after them sees through a window that counts itself; 0 sees all."""
-    return Span(max(tokens.start, tokens.stop - window + 1), tokens.stop) if window else tokens
+    if not window:
+        return tokens
+    first = tokens.stop // window * window if chunked else tokens.stop - window + 1
+    return Span(min(max(tokens.start, first), tokens.stop), tokens.stop)
 
 
 def _pieces(
@@ -180,9 +183,15 @@ def _pieces(
             continue
         for target in target_ranks(share, peer.parallel, spread, group=group, context_rank=context_rank):
             for layers, window in _layers_by_window(target.layers, ours):
-                seen = seen_by_next(tokens, window)
+                seen = _taken(tokens, window, ours)
                 for part in (part for run in runs if (part := run & seen)):
                     yield target.rank, Piece(layers, target.heads, None if part == tokens else part)
+
+
+def _taken(tokens: Span, window: int, ours: CacheState) -> Span:
+    """What the token after them sees, by whole blocks of our scheduler: they become prefixes that others share."""
+    first, block = seen_by_next(tokens, window, chunked=ours.chunked).start, ours.tokens_per_allocation
+    return Span(max(tokens.start, first // block * block), tokens.stop)
 
 
 def _layers_by_window(layers: Span, state: CacheState) -> Iterator[tuple[Span, int]]:

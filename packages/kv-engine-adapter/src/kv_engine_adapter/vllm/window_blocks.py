@@ -1,0 +1,102 @@
+"""The blocks of a prompt's last window, kept for the decode engine although vLLM's own window has moved on.
+
+In:  prefill requests that are to be offered, vLLM's KV cache manager, the window of each group.
+Out: block tables in which the last prompt token still finds all that it sees.
+Law: a block kept is given back once: when its request ends unoffered, is computed anew, or is reported as sent.
+
+    tokens      ... | N-W ...... N-2   N-1 | N ...         prompt of N tokens, window W that counts the token itself
+    decode          [ reads N-W to N-2     ) and computes N-1
+    vLLM keeps             N-W+1 to N-1      once N-1 is computed: where N-W ends a block, that block is free
+"""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kv_core.spans import Span
+from kv_engine_adapter.orders import Tables
+from kv_engine_adapter.vllm.groups import ModelCaches
+from kv_transfer.plan.plan import seen_by_next
+from kv_transfer.plan.ranges import HOLE
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+logger = logging.getLogger(__name__)
+
+Place = tuple[int, int]
+"""Group and ordinal of a block of a request."""
+
+
+@dataclass(slots=True)
+class _Watched:
+    num_prompt_tokens: int
+    blocks: "dict[Place, KVCacheBlock]" = field(default_factory=dict)
+
+
+class WindowBlocks:
+    """Extra references to blocks of the engine, for requests that are on their way to an offer."""
+
+    def __init__(self, model: ModelCaches) -> None:
+        self._model = model
+        self._manager: KVCacheManager | None = None
+        self._watched: dict[str, _Watched] = {}
+
+    def __len__(self) -> int:
+        """Requests that blocks are, or will be, kept for."""
+        return len(self._watched)
+
+    def bind(self, manager: "KVCacheManager") -> None:
+        """Where vLLM hands us no manager nothing is kept, and a prompt whose window has moved on is not offered."""
+        self._manager = manager
+
+    def watch(self, request_id: str, num_prompt_tokens: int) -> None:
+        """This request will be offered if all goes well; told again when it begins anew after a preemption."""
+        self.forget(request_id)
+        if self._manager is not None and any(self._model.windows):
+            self._watched[request_id] = _Watched(num_prompt_tokens)
+
+    def keep(self) -> None:
+        """Once a step, before it runs: keep the last windows of the prompts that will be computed to their end."""
+        for request_id, watched in self._watched.items():
+            if not watched.blocks:
+                self._keep(request_id, watched)
+
+    def completed(self, request_id: str, num_prompt_tokens: int, tables: Tables) -> Tables | None:
+        """The tables with what was kept; `None` if something that the last prompt token sees is gone."""
+        watched = self._watched.get(request_id)
+        full = [list(table) for table in tables]
+        for (group, ordinal), block in (watched.blocks if watched is not None else {}).items():
+            full[group][ordinal] = block.block_id
+        if any(full[group][ordinal] == HOLE for group, ordinal in self._last_window(num_prompt_tokens)):
+            return None
+        return tuple(map(tuple, full))
+
+    def forget(self, request_id: str) -> None:
+        """The request is sent, or never will be: the engine may have its blocks back."""
+        watched = self._watched.pop(request_id, None)
+        if watched is not None and watched.blocks:
+            assert self._manager is not None, "law: only what a manager gave is kept"
+            self._manager.block_pool.free_blocks(watched.blocks.values())
+
+    def _keep(self, request_id: str, watched: _Watched) -> None:
+        assert self._manager is not None, "law: nothing is watched without a manager"
+        tables = self._manager.get_blocks(request_id).blocks
+        if any(len(table) * self._model.block_size < watched.num_prompt_tokens for table in tables):
+            return
+        places = self._last_window(watched.num_prompt_tokens)
+        watched.blocks = {(group, ordinal): tables[group][ordinal] for group, ordinal in places}
+        if any(block.is_null for block in watched.blocks.values()):
+            watched.blocks = {}
+        self._manager.block_pool.touch(list(watched.blocks.values()))
+
+    def _last_window(self, num_prompt_tokens: int) -> Iterator[Place]:
+        """Where the blocks lie that the last token of a prompt sees through the windows of its groups."""
+        before = Span(0, num_prompt_tokens - 1)
+        for group, window in enumerate(self._model.windows):
+            if window and before:
+                seen = seen_by_next(before, window, chunked=self._model.is_chunked)
+                for ordinal in seen.blocks(self._model.block_size):
+                    yield group, ordinal

@@ -1,0 +1,133 @@
+"""Models of other cache groups than one of full attention are handed over, and answered as a single engine answers.
+
+The hybrid model has the shape of Gemma 3: four layers slide over 80 tokens, two see all, and vLLM keeps them in three
+groups of two layers that share one memory. The latent one has the shape of DeepSeek V2.
+"""
+
+import pytest
+from model.make_tiny import SHAPES
+
+from kv_testing.answers import Question, ask, ask_by_hand, ask_with, largest_move, prefill_only
+from kv_testing.servers import IS_OURS, TOKENS_PER_BLOCK, running_fleet
+from kv_testing.servers_hooks import KEY, VALUE, bytes_received, corrupt_block, open_things
+
+ENGINES = ("HP1", "HD1", "LP1", "LD1")
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.nixl,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not IS_OURS, reason="counts our bytes and needs the test hooks of our connector"),
+]
+HYBRID, LATENT, WINDOWS = SHAPES["hybrid"], SHAPES["latent"], SHAPES["windows"]
+BLOCK, WINDOW = TOKENS_PER_BLOCK, HYBRID.window
+SLIDING, FULL = 0, 2
+"""A layer of the hybrid model that slides, and one that sees all."""
+PAIRS = [
+    ("HP1", "HD1"),
+    ("LP1", "LD1"),
+    *(
+        pytest.param(pair, marks=pytest.mark.long)
+        for pair in [("HP2", "HD1"), ("HP1", "HD2"), ("LP2", "LD1"), ("LP1", "LD2"), ("WP1", "WD1")]
+    ),
+]
+LENGTHS = [1, WINDOW - 1, WINDOW + 2 * BLOCK - 1, 6 * BLOCK + 9]
+"""Short of the window; where the first token that is seen ends a block (which vLLM frees at the end); well beyond."""
+NOTICEABLE = 0.01
+
+
+@pytest.fixture(scope="module")
+def fleet(request, models, tmp_path_factory):
+    """Engines of these models alone."""
+    pairs = [item.callspec.params.get("pair", ()) for item in _own_items(request) if hasattr(item, "callspec")]
+    names = {name for pair in pairs for name in pair} | {name for item in _own_items(request) for name in _named(item)}
+    with running_fleet("shm", models, tmp_path_factory.mktemp("fleet-groups"), names) as fleet:
+        yield fleet
+
+
+def _own_items(request):
+    return [item for item in request.session.items if item.module is request.module]
+
+
+def _named(item):
+    return () if hasattr(item, "callspec") and "pair" in item.callspec.params else ENGINES
+
+
+def num_bytes(pair, num_tokens, num_known=0):
+    """What must travel: all tokens but the last; where layers slide, whole blocks of what the last one sees."""
+    if pair[1].startswith("L"):
+        return (num_tokens - 1) * LATENT.num_layers * (LATENT.rank + LATENT.rope_size) * 4
+    shape = HYBRID if pair[1].startswith("H") else WINDOWS
+    first = max(0, num_tokens - shape.window) // BLOCK * BLOCK
+    starts = [num_known if kind == "full_attention" else max(num_known, first) for kind in shape.layer_types]
+    return sum(num_tokens - 1 - start for start in starts) * 2 * shape.num_kv_heads * shape.head_size * 4
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize("num_tokens", LENGTHS)
+def test_every_length_is_answered_right(fleet, run, tally, fresh_prompt, pair, num_tokens):
+    moved = _moved(fleet, pair, run, tally, Question((fresh_prompt(num_tokens),)))
+    assert moved == num_bytes(pair, num_tokens)
+
+
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if "H" in str(pair)], ids="-".join)
+@pytest.mark.parametrize("known", [BLOCK, 4 * BLOCK])
+def test_only_what_the_decode_engine_lacks_travels(fleet, run, tally, fresh_prompt, pair, known):
+    prompt = fresh_prompt(6 * BLOCK + 9)
+    run(lambda client: ask(client, fleet.engine(pair[1]).url, Question((prompt[: known + 1],))))
+    assert _moved(fleet, pair, run, tally, Question((prompt,))) == num_bytes(pair, len(prompt), known)
+
+
+@pytest.mark.parametrize("num_tokens", [6 * BLOCK + 9, WINDOW + 3 * BLOCK - 1])
+def test_what_was_received_serves_as_a_prefix(fleet, run, tally, fresh_prompt, num_tokens):
+    """The first block of a window is received whole, though the prompt it came for saw only its end."""
+    pair, prompt = ("HP1", "HD1"), fresh_prompt(num_tokens)
+    _moved(fleet, pair, run, tally, Question((prompt,)))
+    for shared in range(len(prompt) // BLOCK * BLOCK, len(prompt) - WINDOW, -BLOCK):
+        question = Question(((*prompt[:shared], *fresh_prompt(7)),))
+        answers = run(lambda client, asked=question: ask(client, fleet.engine("HD1").url, asked))
+        tally.demand_right(answers, run(lambda client, asked=question: ask(client, fleet.engine("HP1").url, asked)))
+
+
+@pytest.mark.parametrize(
+    ("pair", "layer", "plane"),
+    [(("HP1", "HD1"), layer, plane) for layer in (SLIDING, FULL) for plane in (KEY, VALUE)]
+    + [(("LP1", "LD1"), layer, KEY) for layer in (0, LATENT.num_layers - 1)],
+)
+def test_a_spoilt_block_is_heard(fleet, run, fresh_prompt, pair, layer, plane):
+    """In every layer and every block that its tokens see; no other block of a sliding layer has come at all."""
+    size = 16 if pair[1].startswith("L") else BLOCK
+    num_blocks, moves = 5, {}
+    for block in range(num_blocks):
+        question = Question((fresh_prompt(num_blocks * size - 3),), num_answer_tokens=1)
+        with corrupt_block(fleet.hooks(pair[1]), block, plane, layer):
+            (answer,) = run(lambda client, asked=question: ask_by_hand(client, *_urls(fleet, pair), asked))
+        (alone,) = run(lambda client, asked=question: ask(client, fleet.engine(pair[0]).url, asked))
+        moves[block] = largest_move(answer, alone)
+    unseen = {0, 1} if (pair[1], layer) == ("HD1", SLIDING) else set()
+    assert {block for block, move in moves.items() if move < NOTICEABLE} == unseen, moves
+
+
+def test_a_load_that_fails_is_computed_by_a_model_of_several_groups(fleet, run, tally, fresh_prompt):
+    question = Question((fresh_prompt(5 * BLOCK),))
+    params = run(lambda client: prefill_only(client, fleet.engine("LP1").url, question))
+    answers = run(lambda client: ask_with(client, fleet.engine("HD1").url, question, params))
+    tally.demand_right(answers, run(lambda client: ask(client, fleet.engine("HP1").url, question)))
+    assert "fingerprint differs" in fleet.engine("HD1").program.log.read_text()
+
+
+def test_nothing_stays_open(fleet, run, tally, fresh_prompt):
+    _moved(fleet, ("HP1", "HD1"), run, tally, Question((fresh_prompt(5 * BLOCK),)))
+    assert {name: open_things(engine) for name, engine in fleet.engines.items() if open_things(engine)} == {}
+
+
+def _urls(fleet, pair):
+    return tuple(fleet.engine(name).url for name in pair)
+
+
+def _moved(fleet, pair, run, tally, question):
+    """Judge one hand-over; the bytes it moved, as the decode engine counts them."""
+    prefill, decode = (fleet.engine(name) for name in pair)
+    before = bytes_received(decode)
+    answers = run(lambda client: ask_by_hand(client, prefill.url, decode.url, question))
+    tally.demand_right(answers, run(lambda client: ask(client, prefill.url, question)))
+    return bytes_received(decode) - before
