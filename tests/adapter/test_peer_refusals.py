@@ -77,9 +77,9 @@ def refusal(model, config=None):
 
 
 def groups_refused(*specs):
-    """The reason is the groups: how many and which were got, and what is supported."""
+    """The reason is the groups: which were got, and what is supported."""
     kinds = [type(each).__name__ for each in specs]
-    assert f"got={len(kinds)} {kinds}, supported=1 FullAttentionSpec" in refusal(model_of(*specs))
+    assert f"got={kinds}, supported=any of ['FullAttentionSpec', " in refusal(model_of(*specs))
 
 
 def test_the_usual_model_and_engine_are_not_refused():
@@ -105,7 +105,7 @@ def test_row_06_compressed_and_linear_attention_with_two_owners():
 
 def test_row_07_recurrent_states():
     groups_refused(spec("FullAttentionSpec"), mamba())
-    assert "got=MambaSpec, supported=FullAttentionSpec" in refusal(model_of(mamba()))
+    groups_refused(mamba())
 
 
 @pytest.mark.parametrize("stages", [2, 4])
@@ -121,7 +121,7 @@ def test_row_12_compressed_and_linear_attention_over_tensor_ranks():
 
 def test_row_14_compressed_and_linear_attention_with_a_host_buffer(monkeypatch):
     monkeypatch.setattr("vllm.platforms.current_platform", SimpleNamespace(device_type="cuda"))
-    assert "supported=1 FullAttentionSpec" in refusal(model_of(*csa_linear()))
+    groups_refused(*csa_linear())
 
 
 def test_row_21_recurrent_states_with_context_ranks():
@@ -152,23 +152,18 @@ def test_row_42_encoders_and_decoders():
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
-        ("MLAAttentionSpec", {"num_kv_heads": 1}),
-        ("SlidingWindowSpec", {"sliding_window": 512}),
-        ("ChunkedLocalAttentionSpec", {"attention_chunk_size": 512}),
         ("SinkFullAttentionSpec", {"sink_len": 4}),
         ("RSWASpec", {"rswa_window": 512}),
         ("HiddenStateCacheSpec", {"num_kv_heads": 1}),
     ],
 )
 def test_row_43_another_kind_of_specification(kind, fields):
-    assert f"got={kind}, supported=FullAttentionSpec" in refusal(model_of(spec(kind, **fields)))
+    groups_refused(spec(kind, **fields))
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"sliding_window": 512}, "sliding_window: got=512, supported=None"),
-        ({"attention_chunk_size": 512}, "attention_chunk_size: got=512, supported=None"),
         ({"kv_quant_mode": 2}, "kv_quant_mode: got=2, supported=0"),
         ({"tokens_per_state": 4}, "tokens_per_state: got=4, supported=1"),
         ({"head_size_v": 32}, "K and V of one size: K=64, V=32"),
@@ -265,29 +260,32 @@ def layers(*numbers, shape=(BLOCKS, 2, TOKENS, HEADS, SIZE), prefix="", device="
     ],
 )
 def test_row_43_tensors_that_are_not_a_ranks_caches(registered, block_size, words):
+    from kv_engine_adapter.vllm.groups import ModelCaches
     from kv_engine_adapter.vllm.tensors import engine_caches
 
-    told = SimpleNamespace(num_kv_heads=HEADS, head_size=SIZE, block_size=block_size)
+    told = ModelCaches(HEADS, SIZE, block_size)
     with pytest.raises(CallerError, match=words):
         engine_caches(registered, told, SHARE)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_rows_16_and_19_layers_in_two_kinds_of_memory(device):
+    from kv_engine_adapter.vllm.groups import ModelCaches
     from kv_engine_adapter.vllm.tensors import engine_caches
 
     other = {"cpu": "meta", "meta": "cpu"}[device]
-    told = SimpleNamespace(num_kv_heads=HEADS, head_size=SIZE, block_size=TOKENS)
+    told = ModelCaches(HEADS, SIZE, TOKENS)
     with pytest.raises(CallerError, match=f"one=.* on {other}, first=.* on {device}"):
         engine_caches(layers(0, device=device) | layers(1, device=other), told, SHARE)
 
 
 def test_row_33_names_and_order_are_each_engines_own():
     """Registered last layer first and under other names by one engine; layers meet by their number."""
+    from kv_engine_adapter.vllm.groups import ModelCaches
     from kv_engine_adapter.vllm.tensors import engine_caches
 
     state = small_state(fields={"layout": BlockLayout("token_major")})
-    told = SimpleNamespace(num_kv_heads=4, head_size=4, block_size=4)
+    told = ModelCaches(4, 4, 4)
     worlds = []
     for prefix, numbers in (("", range(4)), ("language_model.", reversed(range(4)))):
         world = make_world(state, NUM_TOKENS, "CBTHD", seed=len(prefix))

@@ -34,10 +34,11 @@ def test_requests_of_one_call_are_one_family(request_id, family):
 def test_what_vllms_cpu_op_writes_is_read_as_tokens(isa):
     from vllm import _custom_ops as ops
 
+    from kv_engine_adapter.vllm.groups import ModelCaches
     from kv_engine_adapter.vllm.tensors import engine_caches
 
     tokens, heads, size, blocks = (32, 2, 64, 3) if isa == "vec" else (16, 2, 80, 3)
-    spec = SimpleNamespace(num_kv_heads=heads, head_size=size, block_size=tokens)
+    spec = ModelCaches(heads, size, tokens)
     cache = torch.zeros(blocks, heads, tokens, 2 * size)
     halves = cache.view(blocks, heads, 2 * tokens, size).chunk(2, dim=2)
     key, value = (torch.randn(tokens, heads, size) for _ in range(2))
@@ -47,22 +48,24 @@ def test_what_vllms_cpu_op_writes_is_read_as_tokens(isa):
     assert torch.equal(view.caches.planes[0][1], key)
     assert torch.equal(view.caches.planes[1][1], value)
     assert not view.caches.planes[0][0].any()
-    assert view.kernel_tables(((4, HOLE, 1), (2,))) == ((4, HOLE, 1), (2,))
+    assert view.kernel_tables(((4, HOLE, 1),)) == ((4, HOLE, 1),)
 
 
 def test_a_drafters_layer_does_not_take_the_place_of_the_models():
+    from kv_engine_adapter.vllm.groups import ModelCaches
     from kv_engine_adapter.vllm.tensors import engine_caches
 
-    spec = SimpleNamespace(num_kv_heads=2, head_size=64, block_size=32)
+    spec = ModelCaches(2, 64, 32)
     caches = {f"{prefix}model.layers.0.self_attn.attn": torch.zeros(3, 2, 32, 128) for prefix in ("", "draft_model.")}
     with pytest.raises(CallerError, match="layer number 0"):
         engine_caches(caches, spec, Share(Rank(0), Span(0, 1), Span(0, 2)))
 
 
 def test_a_tensor_of_unknown_shape_is_refused_with_its_shape():
+    from kv_engine_adapter.vllm.groups import ModelCaches
     from kv_engine_adapter.vllm.tensors import engine_caches
 
-    spec = SimpleNamespace(num_kv_heads=2, head_size=64, block_size=32)
+    spec = ModelCaches(2, 64, 32)
     with pytest.raises(CallerError, match=r"3, 5, 7"):
         engine_caches({"model.layers.0.attn": torch.zeros(3, 5, 7)}, spec, Share(Rank(0), Span(0, 1), Span(0, 2)))
 

@@ -50,7 +50,17 @@ def latent_config(shape: LatentShape) -> dict[str, object]:
         "max_position_embeddings": shape.max_position,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
+        "rope_parameters": {
+            # As the published models have it; vLLM's CPU kernel for plain RoPE takes no part of a query (0.32).
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 2.0,
+            "original_max_position_embeddings": shape.max_position // 2,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+        },
         "tie_word_embeddings": False,
         "attention_bias": False,
     }
