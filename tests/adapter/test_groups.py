@@ -187,6 +187,7 @@ def test_all_that_the_last_token_sees_is_kept_until_it_is_sent(kind, step):
         tables = engine.finish(request)
         full = engine.windows.completed("r", num_tokens, tables)
         last = num_tokens - 1
+        assert full is not None
         first = max(0, last - 9) if kind == "SlidingWindowSpec" else last // 12 * 12
         assert HOLE not in full[1][first // BLOCK : -(-last // BLOCK)]
         assert full[0] == tables[0]

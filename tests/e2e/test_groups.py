@@ -97,11 +97,12 @@ def test_a_spoilt_block_is_heard(fleet, run, fresh_prompt, pair, layer, plane):
     """In every layer and every block that its tokens see; no other block of a sliding layer has come at all."""
     size = 16 if pair[1].startswith("L") else BLOCK
     num_blocks, moves = 5, {}
+    prefill, decode = (fleet.engine(name).url for name in pair)
     for block in range(num_blocks):
         question = Question((fresh_prompt(num_blocks * size - 3),), num_answer_tokens=1)
         with corrupt_block(fleet.hooks(pair[1]), block, plane, layer):
-            (answer,) = run(lambda client, asked=question: ask_by_hand(client, *_urls(fleet, pair), asked))
-        (alone,) = run(lambda client, asked=question: ask(client, fleet.engine(pair[0]).url, asked))
+            (answer,) = run(lambda client, asked=question: ask_by_hand(client, prefill, decode, asked))
+        (alone,) = run(lambda client, asked=question: ask(client, prefill, asked))
         moves[block] = largest_move(answer, alone)
     unseen = {0, 1} if (pair[1], layer) == ("HD1", SLIDING) else set()
     assert {block for block, move in moves.items() if move < NOTICEABLE} == unseen, moves
@@ -118,10 +119,6 @@ def test_a_load_that_fails_is_computed_by_a_model_of_several_groups(fleet, run, 
 def test_nothing_stays_open(fleet, run, tally, fresh_prompt):
     _moved(fleet, ("HP1", "HD1"), run, tally, Question((fresh_prompt(5 * BLOCK),)))
     assert {name: open_things(engine) for name, engine in fleet.engines.items() if open_things(engine)} == {}
-
-
-def _urls(fleet, pair):
-    return tuple(fleet.engine(name).url for name in pair)
 
 
 def _moved(fleet, pair, run, tally, question):

@@ -26,6 +26,7 @@ def test_shape_is_no_reason(pair):
         ({"num_layers": 5, "parallel": ParallelLayout.even(2, [5], 4)}, "num_layers", "4", "5"),
         ({"num_kv_heads": 2, "parallel": ParallelLayout.even(2, [4], 2)}, "num_kv_heads", "4", "2"),
         ({"windows": (8, 0, 8, 0)}, "windows", "()", "(8, 0, 8, 0)"),
+        ({"chunked": True}, "chunked", "False", "True"),
         ({"layout": BlockLayout("head_major", "amx")}, "tile", "plain", "amx"),
     ],
 )
