@@ -125,6 +125,16 @@ CONFIGS = {
         },
         ("full", 3, 4, 16, 2, "float16", (512, 0, 512)),
     ),
+    "chunks": (
+        {
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "head_dim": 16,
+            "attention_chunk_size": 8192,
+            "layer_types": ["chunked_attention", "full_attention"],
+        },
+        ("full", 2, 4, 16, 2, "bfloat16", (8192, 0)),
+    ),
     "switched off": (
         {
             "num_hidden_layers": 1,
@@ -148,13 +158,14 @@ def test_facts_of_a_published_configuration(tmp_path, config, facts):
     found = model_facts(str(tmp_path))
     told = (found.attention, found.num_layers, found.num_kv_heads, found.head_size, found.num_planes, found.dtype)
     assert (*told, found.windows) == facts
-    assert cache_state("tp1", found).windows == found.windows
+    state = cache_state("tp1", found)
+    assert (state.windows, state.chunked) == (found.windows, "attention_chunk_size" in str(config))
 
 
-def test_windows_take_only_what_is_still_seen(capsys):
+def test_windows_take_whole_blocks_of_what_is_still_seen(capsys):
     model = "layers=2,heads=1,size=4,dtype=float32,window=101"
     _, page = explain(capsys, "tp1", "tp1", "--tokens", "1000", model=model)
-    assert "[900, 1000)" in page
+    assert "[896, 1000)" in page
 
 
 def test_a_configuration_that_lacks_something_is_named(tmp_path, capsys):

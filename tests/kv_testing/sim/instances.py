@@ -189,7 +189,8 @@ class SimCopier:
         """Each wanted element is here, right, and was written once; no other of these blocks was touched."""
         for layer, (held, places) in enumerate(self._held(tables)):
             window = self._windows[layer]
-            first = max(tokens.start, tokens.stop - window + 1) if window else tokens.start
+            seen = max(0, tokens.stop - window + 1) if window else 0
+            first = max(tokens.start, seen // self._size * self._size)
             is_wanted = (held >= first) & (held < tokens.stop)
             wanted = self._tags(transfer, layer)[:, held[is_wanted]]
             found = self.elements[layer][:, places[is_wanted]]

@@ -22,7 +22,7 @@ _WORDS: Final = ("layers", "heads", "size", "dtype", "window")
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Shape of the cache of one model; `head_size` in elements, `windows` as in a CacheState."""
+    """Shape of the cache of one model; `head_size` in elements, `windows` and `chunked` as in a CacheState."""
 
     name: str
     attention: str
@@ -32,6 +32,7 @@ class ModelFacts:
     num_planes: int
     dtype: str
     windows: tuple[int, ...] = ()
+    chunked: bool = False
 
 
 def model_facts(text: str) -> ModelFacts:
@@ -75,7 +76,9 @@ def _from_config(path: Path) -> ModelFacts:
     num_heads = _field(config, path, "num_attention_heads")
     size = config.get("head_dim") or _field(config, path, "hidden_size") // num_heads
     heads = config.get("num_key_value_heads") or num_heads
-    return ModelFacts(name, FULL, num_layers, heads, size, 2, dtype, _windows(config, num_layers))
+    windows = _windows(config, num_layers)
+    chunked = bool(windows) and not config.get("sliding_window")
+    return ModelFacts(name, FULL, num_layers, heads, size, 2, dtype, windows, chunked)
 
 
 def _windows(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:

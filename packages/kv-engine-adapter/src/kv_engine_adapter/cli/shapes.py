@@ -54,6 +54,7 @@ def cache_state(word: str, model: ModelFacts) -> CacheState:
         "layout": {"order": options.get("order", get_args(BlockOrder)[0])},
         "parallel": msgspec.to_builtins(parallel),
         "windows": model.windows,
+        "chunked": model.chunked,
         "scales": _scales(options.get("scale")),
         "convert_elements": _is_yes("convert", options.get("convert", "no")),
     }
