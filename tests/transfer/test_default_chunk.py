@@ -2,7 +2,8 @@
 
 import pytest
 
-from kv_transfer.config import MIB, ConfigError, TransferConfig, default_chunk_bytes
+from kv_transfer.config import ConfigError, TransferConfig, default_chunk_bytes
+from kv_transfer.thresholds import MIB
 
 
 def test_a_gpu_gets_larger_chunks():

@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 
 from gpu_rows import Table, device_name, num_gpus
 from in_flight import Gpus, Plan, Told, measured
-from pair import Case, Side
+from plain_nixl import plain_of
+
+from kv_engine_adapter.cli.bench_pair import Case, Side
 
 RESULTS = Path(__file__).parent / "results"
 MIB = 1 << 20
@@ -50,7 +52,7 @@ def relaid() -> Iterator[Row]:
 
 def staged() -> Iterator[Row]:
     """As a pair on two hosts: defaults, with and without checksums."""
-    yield Row("staged", Case(settings=STAGED, has_plain=True), 200.0)
+    yield Row("staged", Case(settings=STAGED, plain=plain_of), 200.0)
     yield Row("staged, no checksum", Case(settings=STAGED | {"checksum": False}))
 
 
@@ -71,7 +73,7 @@ GROUPS = {"direct": direct, "relaid": relaid, "staged": staged, "swept": swept}
 def scaled(case: Case, tokens: int, at_once: int) -> Case:
     """The case with requests of another size, so many."""
     settings = case.settings | {"request_deadline_s": 120.0}
-    return Case(case.theirs, case.ours, tokens, at_once, settings, case.limits, case.has_plain)
+    return Case(case.theirs, case.ours, tokens, at_once, settings, case.limits, case.plain)
 
 
 def add(table: Table, row: Row, case: Case, told: Told) -> None:

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pair import Case, pair
+from kv_engine_adapter.cli.bench_pair import Case, pair
 
 PATHS: dict[str, dict[str, Any]] = {
     "direct": {},
@@ -56,7 +56,7 @@ def measure(pipe: Connection, case: Case, gpus: Gpus, plan: Plan) -> None:
         for num_requests in plan.at_once:
             seconds = [made.load(num_requests) for _ in range(plan.repeats)]
             told.append(Told(num_requests, seconds, made.paths, made.stages()))
-        if case.has_plain:
+        if case.plain:
             made.read_plainly()
             made.ranks.clear()
             made.read_plainly()

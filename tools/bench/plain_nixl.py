@@ -68,3 +68,12 @@ class Plain:
         starts = (planes + np.arange(blocks.num_blocks, dtype=np.uint64) * blocks.block_bytes).ravel()
         sizes, devices = np.full_like(starts, blocks.block_bytes), np.full_like(starts, blocks.device_id or 0)
         return self._nixl.nixlXferDList(self._segment, np.stack([starts, sizes, devices], axis=1))
+
+
+def plain_of(name: str, ranks: Any) -> Plain:
+    """Over the blocks of the first of these ranks (`kv_engine_adapter.cli.bench_pair`)."""
+    planes = ranks.planes[0]
+    num_blocks, tokens, heads, size = planes[0].shape
+    device_id = None if ranks.device == "cpu" else 0
+    addresses = [plane.data_ptr() for plane in planes]
+    return Plain(name, Blocks(addresses, tokens * heads * size * 2, num_blocks, device_id))

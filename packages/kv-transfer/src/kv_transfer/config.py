@@ -13,25 +13,15 @@ from typing import Final
 from kv_core.errors import CallerError
 from kv_transfer.agent.cards import MemoryKind
 from kv_transfer.protocol.codec import MAX_MESSAGE_BYTES
+from kv_transfer.thresholds import CHUNK, IN_PLACE_RUN, MIB
 
 WILDCARDS: Final = frozenset({"0.0.0.0", "::", "*", ""})
 """Addresses one can listen at, but nobody can call."""
 
-MIB: Final = 1 << 20
-
-
-CHUNK_BYTES: Final = {"cpu": 8 * MIB, "cuda": 64 * MIB}
-"""Default of `chunk_bytes`. Why more on a GPU: copying 8 MiB takes 4 us, its launch and messages far more."""
-
 
 def default_chunk_bytes(device_type: str) -> int:
     """The default of `chunk_bytes` for caches on such a device ("cpu", "cuda")."""
-    return CHUNK_BYTES.get(device_type, CHUNK_BYTES["cpu"])
-
-
-IN_PLACE_RUN_BYTES: Final = {"host": 16 << 10, "device": 1 << 20}
-"""Default of `in_place_run_bytes`. Evidence: tools/bench/transfer.py for host memory; on an H200 a NIXL read of 64 KiB
-runs carries 14 GB/s, that is 4.7 us a run, in which the staged path carries 0.5 MB (docs/tuning.md)."""
+    return CHUNK.get(device_type, CHUNK["cpu"]).num_bytes
 
 
 MIN_CHUNK_BYTES: Final = 64
@@ -130,7 +120,7 @@ class TransferConfig:
     shares its caches is then read in place, without staging; without a checksum, as on the direct path."""
     in_place_run_bytes: int | None = None
     """Shortest run that is read in place rather than staged. None: 16 KiB in host memory, 1 MiB on a
-    GPU (`IN_PLACE_RUN_BYTES`)."""
+    GPU (`thresholds.IN_PLACE_RUN`)."""
 
     max_message_bytes: int = MAX_MESSAGE_BYTES
     """Longest control message that is taken or said."""
@@ -162,7 +152,7 @@ class TransferConfig:
 
     def least_run_bytes(self, memory: MemoryKind) -> int:
         """The shortest run that is read in place, between caches in such memory."""
-        return IN_PLACE_RUN_BYTES[memory] if self.in_place_run_bytes is None else self.in_place_run_bytes
+        return IN_PLACE_RUN[memory].num_bytes if self.in_place_run_bytes is None else self.in_place_run_bytes
 
     @property
     def call_host(self) -> str:

@@ -15,6 +15,7 @@ COMMANDS: Final = {
     "explain": "which ranks of one engine send what to which ranks of another",
     "doctor": "whether an engine can work on this machine, and what to do if not",
     "keygen": "make the key pair that the engines of a deployment share",
+    "bench": "measure the data paths on this machine (`kvferry bench paths`)",
     "demo": "hand chats over between two real vLLM servers (needs vLLM and a model)",
 }
 

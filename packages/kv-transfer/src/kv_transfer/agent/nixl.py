@@ -41,13 +41,12 @@ from kv_transfer.agent.pieces import OURS, THEIRS, Piece
 from kv_transfer.agent.pump import PumpedAgent, PumpLimits
 from kv_transfer.agent.transport import TransportError
 from kv_transfer.regions import Region
+from kv_transfer.thresholds import DEVICE_POST
 
 _log = logging.getLogger(__name__)
 
 KIND: Final = "nixl"
 BACKEND: Final = "UCX"
-DEVICE_POST_BYTES: Final = 64 << 20
-"""A chunk of a GPU is one post: at 270 GB/s it moves in 0.25 ms, about what making and ending four posts costs."""
 
 
 class NixlMissing(FerryError, ImportError):
@@ -69,7 +68,7 @@ class NixlConfig:
 def nixl_agent(config: NixlConfig = NixlConfig(), name: str | None = None) -> PumpedAgent["NixlPost"]:
     """A new agent, of a random name unless told; raises NixlMissing, or TransportError if UCX cannot start."""
     on_device = config.device is not None and config.device.type == "cuda"
-    limits = config.limits or (PumpLimits(max_post_bytes=DEVICE_POST_BYTES) if on_device else PumpLimits())
+    limits = config.limits or (PumpLimits(max_post_bytes=DEVICE_POST.num_bytes) if on_device else PumpLimits())
     return PumpedAgent(name or fresh_name(KIND), NixlTransport(import_nixl(), config), limits)
 
 

@@ -13,14 +13,12 @@ import os
 import random
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any, Literal
-
-from plain_nixl import Blocks, Plain
 
 LAYERS, HEADS, SIZE = 32, 8, 128
 TOKEN_BYTES = 2 * LAYERS * HEADS * SIZE * 2
@@ -48,8 +46,8 @@ class Case:
     num_requests: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)
-    has_plain: bool = False
-    """Whether both sides also have an agent of NIXL alone; then they must be laid out alike."""
+    plain: Callable[[str, "Ranks"], Any] | None = None
+    """Makes what the paths are held against, over the same blocks on each side; it has `card`, `meet` and `read`."""
 
     def num_bytes(self, num_requests: int) -> int:
         return num_requests * self.tokens * TOKEN_BYTES
@@ -100,13 +98,6 @@ class Ranks:
             found = torch.empty_like(dense)
             gather(found, planes, blocks, first_token=0, first_head=0)
             assert torch.equal(found.view(torch.int16), dense.view(torch.int16)), f"request {number} is not as sent"
-
-    def plain(self, name: str) -> Plain:
-        """NIXL itself over the blocks of the first rank."""
-        planes, side = self.planes[0], self.side
-        block_bytes = side.block * HEADS // side.tp * SIZE * 2
-        device_id = None if self.device == "cpu" else 0
-        return Plain(name, Blocks([plane.data_ptr() for plane in planes], block_bytes, planes[0].shape[0], device_id))
 
     def close(self) -> None:
         for transceiver in self.transceivers:
@@ -190,7 +181,7 @@ def serve(pipe: Connection, case: Case, gpu: str | None) -> None:
     ranks.fill()
     door = InstanceDoor(ranks.config, "sender", "sender")  # type: ignore[arg-type]
     door.set_cards([transceiver.card for transceiver in ranks.transceivers])
-    plain = ranks.plain("plain sender") if case.has_plain else None
+    plain = case.plain("plain sender", ranks) if case.plain else None
     pipe.send((door.address, plain and plain.card(), ranks.tables))
     while True:
         if pipe.poll(0.005):
@@ -227,7 +218,7 @@ class Pair:
         self.ranks = Ranks("receiver", case.ours, case, device)
         assert pipe.poll(START_S), "the sender does not start"
         self.address, card, self._their_tables = pipe.recv()
-        self._plain = self.ranks.plain("plain receiver") if case.has_plain else None
+        self._plain = case.plain("plain receiver", self.ranks) if case.plain else None
         if self._plain is not None:
             self._plain.meet("plain sender", *card)
         self.reports: list[Any] = []
@@ -270,7 +261,7 @@ class Pair:
         self.ranks.check()
 
     def read_plainly(self) -> float:
-        """Seconds in which NIXL alone reads the blocks of all requests, one READ each."""
+        """Seconds in which what the paths are held against reads the blocks of all requests, one after the other."""
         assert self._plain is not None, "the case has no plain agent"
         began = time.perf_counter()
         for ours, theirs in zip(self.ranks.tables, self._their_tables, strict=True):

@@ -1,0 +1,73 @@
+"""Every number that was measured and decides which way bytes go, in one table.
+
+In:  nothing.
+Out: thresholds, each with what it was measured on, when, and by which command.
+Law: a number that stands here is overridden by its setting in `TransferConfig`, never by code elsewhere. `kvferry bench
+     paths` measures those of the path again, on the machine it runs on.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from kv_transfer.agent.cards import MemoryKind
+
+KIB: Final = 1 << 10
+MIB: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Threshold:
+    """`num_bytes`, and where it is from; `evidence` says what was seen, or from what it was computed. Without a command
+    it was not measured."""
+
+    num_bytes: int
+    machine: str
+    date: str
+    command: str
+    evidence: str
+
+
+IN_PLACE_RUN: Final[dict[MemoryKind, Threshold]] = {
+    "host": Threshold(
+        16 * KIB,
+        "2 cores of an AMD EPYC",
+        "2026-11-30",
+        "python tools/bench/transfer.py --mib 256",
+        "runs of 4 KiB: staged 0.81 GB/s, in place 0.62; of 32 KiB: 0.97 and 2.87",
+    ),
+    "device": Threshold(
+        MIB,
+        "2x NVIDIA H200, NVLink",
+        "2026-11",
+        "one NIXL READ of 1 GiB, whole and in pieces",
+        "computed: pieces of 64 KiB carry 14 GB/s, 4.7 us a piece, in which staging carries 0.5 MB",
+    ),
+}
+"""Shortest run that is read in place rather than staged, by the memory of the caches."""
+
+CHUNK: Final = {
+    "cpu": Threshold(
+        8 * MIB,
+        "",
+        "2026-11-30",
+        "",
+        "chosen, not measured: a few chunks fit into the arenas of a small host",
+    ),
+    "cuda": Threshold(
+        64 * MIB,
+        "NVIDIA H200",
+        "2026-11-30",
+        "python tools/bench/kernels.py",
+        "computed from the rate of a gather: copying 8 MiB takes 4 us, its launch and messages far more",
+    ),
+}
+"""Largest chunk, by the device of the caches."""
+
+DEVICE_POST: Final = Threshold(
+    64 * MIB,
+    "2x NVIDIA H200, NVLink",
+    "2026-11",
+    "one NIXL READ of 1 GiB, whole and in pieces",
+    "computed: at 270 GB/s a chunk of 64 MiB moves in 0.25 ms, about what making and ending four posts costs",
+)
+"""Most bytes of one post to NIXL between GPUs, where a post does not block while bytes move."""

@@ -1,0 +1,47 @@
+"""`kvferry bench paths`: what it concludes, and one small run."""
+
+import json
+
+import pytest
+
+from kv_engine_adapter.cli.bench import main, threshold
+from kv_transfer.thresholds import CHUNK, DEVICE_POST, IN_PLACE_RUN
+
+
+def figures(**faster):
+    """In place is faster or not, by KiB."""
+    return {int(kib[1:]): {"staged": 1.0, "in place": 1.5 if is_faster else 0.5} for kib, is_faster in faster.items()}
+
+
+@pytest.mark.parametrize(
+    ("measured", "wanted"),
+    [
+        (figures(_4=False, _16=True, _64=True), 16),
+        (figures(_64=True, _4=True, _16=True), 4),
+        (figures(_4=True, _16=False, _64=True), 64),
+        (figures(_4=True, _16=True, _64=False), None),
+        (figures(_4=False), None),
+    ],
+)
+def test_a_threshold_holds_for_every_longer_run(measured, wanted):
+    assert threshold(measured) == wanted
+
+
+def test_the_table_says_where_its_numbers_are_from():
+    for found in (*IN_PLACE_RUN.values(), *CHUNK.values(), DEVICE_POST):
+        assert found.num_bytes > 0
+        assert found.date
+        assert found.evidence
+        assert bool(found.machine) == bool(found.command)
+        assert found.command or found.evidence.startswith("chosen, not measured")
+
+
+@pytest.mark.nixl
+@pytest.mark.patient
+def test_a_small_run_tells_figures_and_a_setting(capfd):
+    assert main(["paths", "--mib", "4", "--kib", "4", "--repeats", "1"]) == 0
+    told = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert set(told["gbps"]["4"]) == {"staged", "in place"}
+    assert all(gbps > 0 for gbps in told["gbps"]["4"].values())
+    assert told["in_place_run_bytes"] in (None, 4096)
+    assert told["command"].startswith("kvferry bench paths")
