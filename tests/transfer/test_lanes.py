@@ -3,6 +3,7 @@
 import queue
 import threading
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -123,7 +124,7 @@ def test_the_copy_thread_over_streams_and_events(monkeypatch):
     after = mover.mark()
 
     def run():
-        stream = torch.cuda.current_stream()
+        stream: Any = torch.cuda.current_stream()
         stream.num_queued += 1
         used.put(stream)
 
