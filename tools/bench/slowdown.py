@@ -123,6 +123,7 @@ class Reader:
 
         self._pipe = pipe
         handle, remote = pipe.recv()
+        torch.zeros(1, device="cuda")  # makes the context that a handle is opened in
         mapped = open_handle(handle)
         self._source = replace(remote, addresses=tuple(mapped + offset for offset in remote.addresses))
         self._planes = planes_of(*KIND, held=TOKENS_HELD)
