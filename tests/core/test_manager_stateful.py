@@ -17,7 +17,9 @@ from kv_core.config import ManagerConfig, WindowConfig
 from kv_core.events import Removed, Stored
 from kv_core.manager import KVCacheManager
 from kv_core.request import Request
-from kv_testing.duel import RETENTIONS, SCOPES, WORLDS, Duel, Player
+from kv_testing.duel import Duel
+from kv_testing.duel_worlds import RETENTIONS, SCOPES, WORLDS
+from kv_testing.player import Player
 
 NUMBERS = st.integers(0, 15)
 TOKENS = st.sampled_from((1, 1, 2, 3, -1))

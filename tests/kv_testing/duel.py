@@ -8,69 +8,14 @@ Law: whatever an operation is asked to do, either both do it or both refuse, and
 """
 
 from collections import Counter
-from dataclasses import dataclass
 
-from kv_core.config import CacheType, ManagerConfig, WindowConfig
 from kv_core.errors import CallerError, CapacityError
 from kv_core.events import Created, Removed, Stored, Updated
 from kv_core.keys import Scope
 from kv_core.manager import KVCacheManager
 from kv_core.request import Request
-from kv_core.retention import RangeRetention, RetentionConfig
 from kv_core.tiers import Place, Tier
 from kv_testing.naive_manager import NaiveManager
-
-
-@dataclass(frozen=True)
-class World:
-    """One configuration worth trying."""
-
-    windows: tuple[WindowConfig, ...]
-    tokens_per_block: int = 4
-    max_length: int = 40
-    beams: int = 1
-    partial: bool = True
-    copy: bool = True
-    onboard: bool = True
-    max_rewind: int = 0
-    reuse: bool = True
-    events: bool = False
-    cross: bool = False
-
-    def config(self):
-        return ManagerConfig(
-            tokens_per_block=self.tokens_per_block,
-            windows=self.windows,
-            max_sequence_length=self.max_length,
-            max_beam_width=self.beams,
-            cache_type=CacheType.CROSS if self.cross else CacheType.SELF,
-            reuse=self.reuse,
-            partial_reuse=self.partial,
-            copy_on_partial=self.copy,
-            onboard=self.onboard,
-            max_rewind=self.max_rewind,
-            event_buffer_size=100_000 if self.events else 0,
-        )
-
-
-WORLDS = (
-    World((WindowConfig(40, 12),)),
-    World((WindowConfig(40, 14),), events=True),
-    World((WindowConfig(40, 12),), copy=False),
-    World((WindowConfig(40, 12),), partial=False),
-    World((WindowConfig(40, 10, 6),), events=True),
-    World((WindowConfig(40, 10, 3, 4),), events=True),
-    World((WindowConfig(40, 10, 6),), onboard=False),
-    World((WindowConfig(40, 20, 4),), beams=3),
-    World((WindowConfig(40, 20),), beams=2, reuse=False),
-    World((WindowConfig(8, 14),), events=True),
-    World((WindowConfig(9, 13),), max_rewind=3, events=True),
-    World((WindowConfig(3, 12), WindowConfig(40, 12))),
-    World((WindowConfig(6, 12), WindowConfig(12, 12, 4), WindowConfig(40, 13, 5)), events=True, max_rewind=2),
-    World((WindowConfig(40, 24),), tokens_per_block=1, max_length=20),
-    World((WindowConfig(5, 24, 8), WindowConfig(20, 24)), tokens_per_block=2, max_length=20),
-    World((WindowConfig(40, 12),), cross=True, beams=2),
-)
 
 
 class Duel:
@@ -380,109 +325,3 @@ def decoded_items(items):
         found.append((offset, items[at + 16 : at + 16 + size]))
         at += 16 + size
     return tuple(found)
-
-
-# Random play: faster than Hypothesis, for long runs.
-
-
-class Player:
-    """Draws operations from a random source and plays them."""
-
-    def __init__(self, duel, random):
-        self.duel = duel
-        self.random = random
-
-    def play(self, num_steps):
-        for _ in range(num_steps):
-            self.step()
-            self.duel.compare()
-
-    def step(self):
-        moves = (
-            (30, lambda: self.duel.add(self.prompt(), **self.manners())),
-            (4, lambda: self.duel.add_all([self.prompt() for _ in range(self.random.randrange(1, 5))])),
-            (25, lambda: self.duel.decode(self.number(), self.tokens(self.random.choice((1, 1, 1, 2, 3, 5))))),
-            (8, lambda: self.duel.publish(self.number(), self.filled(), partial=self.random.random() < 0.4)),
-            (9, lambda: self.duel.rewind(self.number(), self.random.choice((1, 1, 2, 3, 5, 9)))),
-            (16, self.release),
-            (2, lambda: self.duel.pin(self.number())),
-            (2, lambda: self.duel.unpin(self.number())),
-            (2, lambda: self.duel.unpin_some(self.number(), self.positions())),
-            (2, lambda: self.duel.make_writable(self.number(), self.random.randrange(8))),
-            (2, lambda: self.duel.extend(self.number(), self.tokens(2))),
-            (1, lambda: self.duel.grow(self.number(), self.random.choice((1, 2, 4, 9)))),
-            (2, lambda: self.duel.wait(self.random.choice((1, 5, 20)))),
-            (1, lambda: self.duel.dry_run([self.number(), self.number()])),
-            (1, lambda: self.duel.set_priority(self.random.randrange(24), self.random.choice((5, 35, 80)))),
-            (1, lambda: self.duel.move(self.random.randrange(24), up=self.random.random() < 0.5)),
-            (1, self.twins),
-            (1, lambda: self.duel.lose([self.random.randrange(96) for _ in range(self.random.choice((1, 1, 3)))])),
-        )
-        [move] = self.random.choices([move for _, move in moves], [weight for weight, _ in moves])
-        move()
-
-    def release(self):
-        pin = self.random.random() < 0.1
-        publish = self.random.random() < 0.85
-        self.duel.release(self.number(), publish=publish, num_filled=self.filled(), pin=pin)
-
-    def twins(self):
-        """Two requests publish equal content, and a pin holds some blocks of the second one."""
-        prompt = [self.number(), *self.prompt()]
-        self.duel.add(prompt)
-        self.duel.add(prompt)
-        newest = len(self.duel.beams) - 1
-        self.duel.pin(newest)
-        self.duel.unpin_some(len(self.duel.pins) - 1, range(self.random.randrange(4)))
-        self.duel.publish(newest - 1, None, partial=False)
-        self.duel.publish(newest, None, partial=False)
-
-    def number(self):
-        return self.random.randrange(64)
-
-    def positions(self):
-        first, last = sorted((self.random.randrange(8), self.random.randrange(12)))
-        return range(first, last + 1)
-
-    def filled(self):
-        return self.random.randrange(40) if self.random.random() < 0.15 else None
-
-    def tokens(self, amount):
-        return [self.random.choice((1, 1, 1, 2, -1)) for _ in range(amount)]
-
-    def prompt(self):
-        length = self.random.choice((1, 3, 4, 5, 8, 9, 12, 13, 16, 17, 21, 30))
-        base = [[1] * 30, [1, 2] * 15, [1] * 9 + [2] * 21, [3, 1, 1, 1] * 8][self.random.randrange(4)]
-        tokens = base[:length]
-        if self.random.random() < 0.3:
-            tokens[self.random.randrange(len(tokens))] = self.random.choice((1, 2, 3))
-        return tokens
-
-    def manners(self):
-        random = self.random
-        manners = {"beams": random.choice((1, 1, 2, 3))}
-        if random.random() < 0.15:
-            manners["scope"] = random.choice(SCOPES)
-        if random.random() < 0.05:
-            manners["extra_ids"] = [random.choice((0, 7)) for _ in range(40)]
-        if random.random() < 0.3:
-            manners["retention"] = random.choice(RETENTIONS)
-        manners["dummy"] = random.random() < 0.03
-        manners["known"] = random.random() > 0.04
-        return manners
-
-
-SCOPES = (
-    Scope(lora="a"),
-    Scope(salt="a"),
-    Scope(extras=((b"x" * 8, 2),)),
-    Scope(extras=((b"y" * 8, 2),)),
-    Scope(extras=((b"x" * 8, 5), (b"z" * 8, 6))),
-)
-RETENTIONS = (
-    RetentionConfig(),
-    RetentionConfig((RangeRetention(0, None, 80),), 20),
-    RetentionConfig((RangeRetention(0, 5, 90, 10),)),
-    RetentionConfig((RangeRetention(4, 9, 10), RangeRetention(12, None, 60, 5)), 50, 10),
-    RetentionConfig((RangeRetention(0, None, 35, 5),), 70, 3),
-)
