@@ -39,17 +39,27 @@ def small_state(
 
 
 def hand_over(
-    p: Side, d: Side, tokens: Span = ALL, from_group: int = 0, to_group: int = 0, num_tokens: int = NUM_TOKENS
+    p: Side,
+    d: Side,
+    tokens: Span = ALL,
+    from_group: int = 0,
+    to_group: int = 0,
+    num_tokens: int = NUM_TOKENS,
+    name: str = "",
 ) -> list[Received]:
-    """One request; every byte is where it belongs, and nothing is left open. Answers what each rank reported."""
-    transfer = p.offer(num_tokens=num_tokens, group=from_group)
-    d.order(p, transfer, tokens=tokens, from_group=from_group, to_group=to_group)
-    received = d.outcomes(others=[p])
+    """One request; every byte is where it belongs, and nothing is left open. Answers what each rank reported.
+
+    `name` tells the requests of several hand-overs between the same sides apart.
+    """
+    prefill, decode = f"p0{name}", f"d0{name}"
+    transfer = p.offer(prefill, num_tokens=num_tokens, group=from_group)
+    d.order(p, transfer, decode, tokens=tokens, from_group=from_group, to_group=to_group)
+    received = d.outcomes(decode, others=[p])
     assert all(each.ok for each in received), received
     # Of opaque tiles the whole moves, as far as it is filled.
     moved = widened(tokens, d.world.state)
     assert d.misplaced(Span(moved.start, min(moved.stop, num_tokens))) == 0
-    d.release(p, transfer)
+    d.release(p, transfer, decode)
     d.check_clean()
     p.check_clean()
     return received

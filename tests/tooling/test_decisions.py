@@ -64,6 +64,8 @@ def test_every_test_of_a_refusal_is_named_in_its_row():
     named = {
         (defect, function) for defect, cell in rows("peer-refusals") for _, function in proofs("peer-refusals", cell)
     }
-    for path in (ROOT / "tests/transfer/sessions/test_peer_refusals.py", ROOT / "tests/adapter/test_peer_refusals.py"):
+    sessions = ROOT / "tests/transfer/sessions"
+    files = (sessions / "test_peer_refusals.py", sessions / "test_told_refusals.py")
+    for path in (*files, ROOT / "tests/adapter/test_peer_refusals.py"):
         for function in re.findall(r"^def (test_rows?_\w+)", path.read_text(), re.MULTILINE):
             assert (str(int(function.split("_")[2])), function) in named, f"{path.name}: {function}"

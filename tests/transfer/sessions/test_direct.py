@@ -8,7 +8,7 @@ import pytest
 
 from kv_core.ids import Rank
 from kv_core.spans import Span
-from kv_testing.hand_over import hand_over
+from kv_testing.exchanges import hand_over
 from kv_testing.waiting import wait_for
 from kv_testing.worlds import FAST, Switches, hang_until, make_side, pair, sides, state_of
 from kv_transfer.agent.loopback import LoopbackHub
@@ -40,8 +40,8 @@ def test_caches_that_cannot_be_mapped_are_staged(doors, monkeypatch):
 
     with pair(direct=doors.door) as (p, d, _):
         monkeypatch.setattr("kv_transfer.direct.in_process.InProcessDoor.map", refuse)
-        hand_over(p, d, "one")
-        hand_over(p, d, "two")
+        hand_over(p, d, name="one")
+        hand_over(p, d, name="two")
         assert (d.count("maps_failed"), d.count("bytes_read_directly")) == (1, 0)
 
 
@@ -110,9 +110,9 @@ def test_a_mapping_ends_with_its_peer(doors):
 
 def test_a_mapping_ends_when_it_is_not_used_and_comes_back_when_it_is(doors):
     with pair(config=replace(FAST, unmap_idle_s=0.3), direct=doors.door) as (p, d, _):
-        hand_over(p, d, "one")
+        hand_over(p, d, name="one")
         wait_for(lambda: doors.num_open == 0, 10, "the end of the mapping")
-        hand_over(p, d, "two")
+        hand_over(p, d, name="two")
         assert d.count("bytes_read_directly") == 2 * d.received[0][1].num_bytes
 
 
@@ -134,7 +134,7 @@ def test_a_mapping_stays_while_it_is_used_now_and_then(doors, monkeypatch):
     monkeypatch.setattr(InProcessDoor, "map", counted)
     with pair(config=replace(FAST, unmap_idle_s=2.0), direct=doors.door) as (p, d, _):
         for number in range(6):
-            hand_over(p, d, f"r{number}")
+            hand_over(p, d, name=f"r{number}")
             time.sleep(0.5)
         assert (len(made), doors.num_open) == (1, 1)
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kv_testing.hand_over import hand_over
+from kv_testing.exchanges import hand_over
 from kv_testing.waiting import wait_for
 from kv_testing.worlds import FAST, pair
 from kv_transfer.direct.in_process import InProcessHub
@@ -52,7 +52,7 @@ def test_a_card_that_cannot_be_read_leaves_all_to_staging(monkeypatch):
 def test_blocks_that_were_given_up_during_the_read_prove_nothing(monkeypatch):
     """The sender's engine takes the offer back while it is read: what was read is not counted."""
     with pair(config=ALWAYS) as (p, d, hub):
-        hand_over(p, d, "first")
+        hand_over(p, d, name="first")
         hub.stop(p.agents[0].name)
         transfer = p.offer("taken")
         d.order(p, transfer, "taken")
@@ -66,13 +66,13 @@ def test_blocks_that_were_given_up_during_the_read_prove_nothing(monkeypatch):
         # Which of the two words comes first, the refusal or the answer to our Close, is a matter of time.
         assert "took it back" in received.reason or "is not proven" in received.reason
         d.release(p, transfer, "taken")
-        hand_over(p, d, "next")
+        hand_over(p, d, name="next")
 
 
 def test_a_stopped_peer_keeps_the_blocks_it_may_still_fill_and_nothing_else():
     """A load is decided by its deadline, and told when no byte can come any more: here when the peer goes on."""
     with pair(config=replace(ALWAYS, request_deadline_s=1.0)) as (p, d, hub):
-        hand_over(p, d, "first")
+        hand_over(p, d, name="first")
         hub.stop(p.agents[0].name)
         transfer = p.offer("late")
         d.order(p, transfer, "late")
@@ -83,12 +83,12 @@ def test_a_stopped_peer_keeps_the_blocks_it_may_still_fill_and_nothing_else():
         received = d.outcome("late", others=[p])
         assert "deadline" in received.reason
         d.release(p, transfer, "late")
-        hand_over(p, d, "next")
+        hand_over(p, d, name="next")
 
 
 def test_a_dead_peer_gives_the_blocks_back_after_a_grace():
     with pair(config=replace(ALWAYS, request_deadline_s=1.0)) as (p, d, hub):
-        hand_over(p, d, "first")
+        hand_over(p, d, name="first")
         hub.stop(p.agents[0].name)
         d.order(p, p.offer("lost"), "lost")
         wait_for(lambda: d.cores[0].loads.receiver.reads._in_place._posted, 10, "the read")
@@ -102,7 +102,7 @@ def test_a_dead_peer_gives_the_blocks_back_after_a_grace():
 def test_a_load_that_was_read_for_is_not_tried_again():
     """Its peer is dead, and a newer run might have the prompt; but what the dead one sent may still land."""
     with pair(config=ALWAYS) as (p, d, hub):
-        hand_over(p, d, "first")
+        hand_over(p, d, name="first")
         hub.stop(p.agents[0].name)
         d.order(p, p.offer("lost"), "lost")
         wait_for(lambda: d.cores[0].loads.receiver.reads._in_place._posted, 10, "the read")
@@ -114,7 +114,7 @@ def test_a_load_that_was_read_for_is_not_tried_again():
 
 def test_an_abort_ends_a_read():
     with pair(config=ALWAYS) as (p, d, hub):
-        hand_over(p, d, "first")
+        hand_over(p, d, name="first")
         hub.delay(d.agents[0].name, 0.3)
         transfer = p.offer("given up")
         d.order(p, transfer, "given up")
@@ -123,7 +123,7 @@ def test_an_abort_ends_a_read():
         assert "aborted" in d.outcome("given up", others=[p]).reason
         d.release(p, transfer, "given up")
         hub.delay(d.agents[0].name, 0.0)
-        hand_over(p, d, "next")
+        hand_over(p, d, name="next")
 
 
 def _load(side, request_id):

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kv_core.spans import Span
-from kv_testing.hand_over import hand_over
+from kv_testing.exchanges import hand_over
 from kv_testing.layouts import make_state, random_pair
 from kv_testing.waiting import wait_for
 from kv_testing.worlds import ALL, FAST, NUM_TOKENS, Switches, make_side, pair, sides, state_of
@@ -135,7 +135,7 @@ def test_a_read_that_fails_is_told_and_costs_nothing_else(way, monkeypatch):
             received = d.outcome("bad", others=[p])
             assert way.reason in received.reason
             d.release(p, transfer, "bad")
-        hand_over(p, d, "good")
+        hand_over(p, d, name="good")
 
 
 def test_a_hole_is_never_read(way):

@@ -1,0 +1,142 @@
+"""The books of a door and of a sender: what is on offer, who has it, and when that ends; without threads or sockets."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_core.ids import RequestId, TransferId
+from kv_transfer.leases import LeaseBook
+from kv_transfer.offers import OfferBook
+from kv_transfer.orders import BlockTables, Offer, Settled
+
+PAIR = (TransferId("a" * 32), b"k")
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("open"), st.integers(0, 5), st.integers(1, 9)),
+    st.tuples(st.just("renew"), st.integers(0, 3), st.integers(1, 30)),
+    st.tuples(st.just("release"), st.integers(0, 3), st.just(0)),
+    st.tuples(st.just("withdraw"), st.integers(0, 5), st.just(0)),
+    st.tuples(st.just("wait"), st.integers(1, 4), st.just(0)),
+)
+
+
+@given(st.lists(ACTIONS, max_size=40))
+def test_a_lease_book_settles_each_offer_once(actions):
+    """The naive model: a list of open offers, oldest first, and the names of consumers that settled one."""
+    book, now, offers, consumers = LeaseBook(remember_s=3), 0.0, list[tuple[str, float]](), set[str]()
+    limits = dict[str, float]()
+    for kind, number, more in actions:
+        if kind == "open" and all(request_id != f"r{number}" for request_id, _ in offers):
+            book.open(PAIR, RequestId(f"r{number}"), now + more, now + 20)
+            offers.append((f"r{number}", now + more))
+            limits[f"r{number}"] = now + 20
+        elif kind == "renew":
+            waits = f"c{number}" not in consumers
+            assert book.renew(*PAIR, f"c{number}", now + more) == (waits and bool(offers))
+            if waits:
+                offers = [(name, max(end, min(now + more, limits[name]))) for name, end in offers]
+        elif kind == "release":
+            known, settled = book.release(*PAIR, f"c{number}", now)
+            assert not offers or known
+            if offers and f"c{number}" not in consumers:
+                consumers.add(f"c{number}")
+                assert settled == Settled(PAIR[0], RequestId(offers.pop(0)[0]), "released")
+            else:
+                assert settled is None
+        elif kind == "withdraw":
+            settled = book.withdraw(RequestId(f"r{number}"), "why", now)
+            assert (settled is not None) == any(request_id == f"r{number}" for request_id, _ in offers)
+            offers = [each for each in offers if each[0] != f"r{number}"]
+        elif kind == "wait":
+            now += number
+            expired = {settled.request_id for settled in book.expire(now)}
+            assert expired == {request_id for request_id, end in offers if end <= now}
+            offers = [each for each in offers if each[1] > now]
+            if not offers and not book.release(*PAIR, "nobody", now)[0]:
+                consumers.clear()
+        assert len(book) == len(offers)
+        book.check()
+
+
+def test_a_renewal_reaches_no_further_than_the_limit():
+    book = LeaseBook(remember_s=10)
+    book.open(PAIR, RequestId("r"), 5, 8)
+    book.open((PAIR[0], b"another prompt"), RequestId("other"), 5)
+    assert book.renew(*PAIR, "c", 30)
+    assert not book.renew(PAIR[0], b"a third prompt", "c", 30)
+    assert book.renew(PAIR[0], None, "c", 30), "all pairs of the transfer"
+    assert [each.request_id for each in book.expire(5)] == ["other"], "opened without a limit: no renewal holds it"
+    assert book.expire(7.9) == []
+    assert [each.request_id for each in book.expire(8)] == ["r"]
+    assert not book.renew(*PAIR, "c", 30), "an ended lease is never renewed"
+
+
+def test_a_release_without_a_prompt_key_means_the_only_pair():
+    book = LeaseBook(remember_s=10)
+    book.open(PAIR, RequestId("r"), 5)
+    book.open(PAIR, RequestId("sibling"), 5)
+    assert book.release(PAIR[0], None, "c", 1) == (True, Settled(PAIR[0], RequestId("r"), "released"))
+    assert book.release(PAIR[0], None, "c", 1) == (True, None)
+    book.open((PAIR[0], b"another prompt"), RequestId("other"), 5)
+    assert book.release(PAIR[0], None, "d", 1) == (True, None), "which one is meant cannot be known"
+    assert book.release(TransferId("b" * 32), None, "d", 1) == (False, None)
+    assert len(book) == 2
+
+
+def test_a_pair_is_forgotten_after_a_while():
+    book = LeaseBook(remember_s=10)
+    book.open(PAIR, RequestId("r"), 5)
+    assert book.release(*PAIR, "c", 1)[1] == Settled(PAIR[0], RequestId("r"), "released")
+    assert book.release(*PAIR, "c", 2) == (True, None)
+    book.expire(10.9)
+    assert book.release(*PAIR, "c", 2) == (True, None)
+    book.expire(11)
+    assert book.release(*PAIR, "c", 11) == (False, None)
+
+
+def _offer(number, num_tokens=8):
+    return Offer(PAIR[0], RequestId(f"r{number}"), PAIR[1], BlockTables(num_tokens, ((0, 1),)))
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["add", "settle", "read", "end"]), st.integers(0, 3)),
+        max_size=40,
+    )
+)
+def test_an_offer_book_never_frees_under_a_reader_and_frees_once(actions):
+    book, readers, over = OfferBook(100), [], []
+    added, settled = set(), set()
+    for kind, number in actions:
+        request_id = f"r{number}"
+        if kind == "add" and request_id not in added:
+            added.add(request_id)
+            if not book.add(_offer(number), None, 0):
+                over.append(request_id)
+        elif kind == "settle":
+            settled.add(request_id)
+            if book.settle(PAIR[0], RequestId(request_id), "x", 0):
+                over.append(request_id)
+        elif kind == "read" and (held := book.find(PAIR, 8)) is not None:
+            assert held.offer.request_id not in settled
+            book.hold(held)
+            readers.append(held)
+        elif kind == "end" and readers:
+            held = readers.pop(number % len(readers))
+            assert held.offer.request_id not in over, "freed under a reader"
+            if book.free(held):
+                over.append(held.offer.request_id)
+        book.check()
+    read = {held.offer.request_id for held in readers}
+    assert sorted(over) == sorted((added & settled) - read)
+    serving = added - settled
+    assert (book.find(PAIR, 8) is not None) == bool(serving)
+    assert (book.why_gone(PAIR) is None) == bool(serving or not added & settled)
+
+
+def test_the_offer_with_enough_tokens_is_found():
+    book = OfferBook(100)
+    assert book.add(_offer(0, 4), None, 0)
+    assert book.add(_offer(1, 8), None, 0)
+    found = [book.find(PAIR, num_tokens) for num_tokens in (4, 8, 9)]
+    # For 9 the longest, so that a refusal can name its length.
+    assert [held and held.offer.request_id for held in found] == ["r0", "r1", "r1"]
