@@ -136,3 +136,50 @@ def test_the_calm_server_finds_what_it_replaces():
     asked = "_all_group_ranks_share_shm_group_name"
     assert asked in vars(CpuCommunicator)
     assert asked in CpuCommunicator.__init__.__code__.co_names
+
+
+PROMPT = tuple(range(40))
+
+
+def key_of(**fields):
+    """The prompt key of a request of vLLM, as far as a key is made of it."""
+    from kv_engine_adapter.vllm.translate import RequestView
+
+    usual = {"prompt_token_ids": PROMPT, "prompt_embeds": None, "lora_request": None, "cache_salt": None}
+    return RequestView(SimpleNamespace(**(usual | {"mm_features": None} | fields))).prompt_key()
+
+
+def item(name, offset, length=4):
+    return SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=offset, length=length))
+
+
+def test_a_prompts_key_covers_all_that_decides_its_cache():
+    """What vLLM's own block hashes cover: tokens, salt, multimodal items with their places."""
+    variants = {
+        "plain": key_of(),
+        "other tokens": key_of(prompt_token_ids=PROMPT[::-1]),
+        "salt": key_of(cache_salt="tenant 1"),
+        "other salt": key_of(cache_salt="tenant 2"),
+        "item": key_of(mm_features=[item("cat", 4)]),
+        "other item": key_of(mm_features=[item("dog", 4)]),
+        "item elsewhere": key_of(mm_features=[item("cat", 12)]),
+        "two items": key_of(mm_features=[item("cat", 4), item("dog", 12)]),
+        "two items exchanged": key_of(mm_features=[item("dog", 4), item("cat", 12)]),
+        "item and salt": key_of(mm_features=[item("cat", 4)], cache_salt="tenant 1"),
+    }
+    assert all(isinstance(key, bytes) for key in variants.values())
+    assert len(set(variants.values())) == len(variants)
+    assert variants["item"] == key_of(mm_features=[item("cat", 4)]), "equal prompts have equal keys"
+    assert variants["plain"] == key_of(mm_features=[])
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"lora_request": SimpleNamespace(lora_name="poet")}, "it uses the LoRA adapter 'poet'"),
+        ({"prompt_embeds": torch.zeros(1)}, "it has no token ids"),
+        ({"prompt_token_ids": None}, "it has no token ids"),
+    ],
+)
+def test_prompts_that_no_key_can_name_are_not_offered(fields, why):
+    assert why in key_of(**fields)
