@@ -18,18 +18,15 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(not IS_OURS, reason="counts our bytes and needs the test hooks of our connector"),
 ]
-HYBRID, LATENT, WINDOWS = SHAPES["hybrid"], SHAPES["latent"], SHAPES["windows"]
+HYBRID, LATENT, WINDOWS, CHUNKS = (SHAPES[kind] for kind in ("hybrid", "latent", "windows", "chunks"))
 BLOCK, WINDOW = TOKENS_PER_BLOCK, HYBRID.window
 SLIDING, FULL = 0, 2
 """A layer of the hybrid model that slides, and one that sees all."""
-PAIRS = [
-    ("HP1", "HD1"),
-    ("LP1", "LD1"),
-    *(
-        pytest.param(pair, marks=pytest.mark.long)
-        for pair in [("HP2", "HD1"), ("HP1", "HD2"), ("LP2", "LD1"), ("LP1", "LD2"), ("WP1", "WD1")]
-    ),
+OTHER_PAIRS = [
+    *[("HP2", "HD1"), ("HP1", "HD2"), ("LP2", "LD1"), ("LP1", "LD2")],
+    *[("WP1", "WD1"), ("CP1", "CD1"), ("NP1", "ND1")],
 ]
+PAIRS = [("HP1", "HD1"), ("LP1", "LD1"), *(pytest.param(pair, marks=pytest.mark.long) for pair in OTHER_PAIRS)]
 LENGTHS = [1, WINDOW - 1, WINDOW + 2 * BLOCK - 1, 6 * BLOCK + 9]
 """Short of the window; where the first token that is seen ends a block (which vLLM frees at the end); well beyond."""
 NOTICEABLE = 0.01
@@ -53,13 +50,23 @@ def _named(item):
 
 
 def num_bytes(pair, num_tokens, num_known=0):
-    """What must travel: all tokens but the last; where layers slide, whole blocks of what the last one sees."""
-    if pair[1].startswith("L"):
-        return (num_tokens - 1) * LATENT.num_layers * (LATENT.rank + LATENT.rope_size) * 4
-    shape = HYBRID if pair[1].startswith("H") else WINDOWS
-    first = max(0, num_tokens - shape.window) // BLOCK * BLOCK
-    starts = [num_known if kind == "full_attention" else max(num_known, first) for kind in shape.layer_types]
-    return sum(num_tokens - 1 - start for start in starts) * 2 * shape.num_kv_heads * shape.head_size * 4
+    """What must travel: all tokens but the last; of layers with windows whole blocks of what the last one sees."""
+    kind, num_ranks, last = pair[1][0], int(pair[1][-1]), num_tokens - 1
+    if kind == "L":
+        # Every rank keeps the rows of all heads.
+        return last * LATENT.num_layers * (LATENT.rank + LATENT.rope_size) * 4 * num_ranks
+    if kind == "C":
+        llama, first, is_windowed = CHUNKS.llama, last // CHUNKS.chunk * CHUNKS.chunk, CHUNKS.is_local
+        return _bytes_from(llama, [first if each else num_known for each in is_windowed], last)
+    shape = WINDOWS if kind == "W" else HYBRID
+    first = 0 if kind == "N" else max(0, num_tokens - shape.window) // BLOCK * BLOCK
+    is_windowed = [layer == "sliding_attention" for layer in shape.layer_types]
+    return _bytes_from(shape, [max(num_known, first) if each else num_known for each in is_windowed], last)
+
+
+def _bytes_from(shape, starts, stop):
+    """Of the tokens from each layer's start on."""
+    return sum(stop - start for start in starts) * 2 * shape.num_kv_heads * shape.head_size * 4
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)

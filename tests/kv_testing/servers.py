@@ -68,6 +68,7 @@ ROLES: Mapping[str, Role] = {
 }
 # Prompts are computed in several steps, so that windows move on before the end.
 _IN_STEPS = ("--max-num-batched-tokens", "128")
+_ALL_KEPT = ("--disable-hybrid-kv-cache-manager",)
 GROUP_ROLES: Mapping[str, Role] = {
     "HP1": Role("hybrid", 1, ("0",), extra_arguments=_IN_STEPS),
     "HD1": Role("hybrid", 1, ("1",)),
@@ -75,12 +76,17 @@ GROUP_ROLES: Mapping[str, Role] = {
     "HD2": Role("hybrid", 2, ("0", "1")),
     "WP1": Role("windows", 1, ("0",), extra_arguments=_IN_STEPS),
     "WD1": Role("windows", 1, ("1",)),
+    "CP1": Role("chunks", 1, ("0",), extra_arguments=_IN_STEPS),
+    "CD1": Role("chunks", 1, ("1",)),
+    "NP1": Role("hybrid", 1, ("0",), extra_arguments=(*_IN_STEPS, *_ALL_KEPT)),
+    "ND1": Role("hybrid", 1, ("1",), extra_arguments=_ALL_KEPT),
     "LP1": Role("latent", 1, ("0",)),
     "LD1": Role("latent", 1, ("1",)),
     "LP2": Role("latent", 2, ("0", "1")),
     "LD2": Role("latent", 2, ("0", "1")),
 }
-"""Engines of models with other cache groups: hybrid (H), windows alone (W), latent attention (L)."""
+"""Engines of models with other cache groups: hybrid (H), hybrid with all tokens kept (N), windows alone (W), local
+chunks (C), latent attention (L)."""
 
 
 @dataclass(slots=True)

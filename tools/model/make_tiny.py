@@ -20,6 +20,7 @@ from safetensors.numpy import save
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))  # so that it runs as a script and imports as `model.make_tiny`
 
+from model.tiny_chunks import ChunkShape, chunk_config, chunk_weights  # noqa: E402
 from model.tiny_hybrid import ONLY_WINDOWS, HybridShape, hybrid_config, hybrid_weights  # noqa: E402
 from model.tiny_latent import LatentShape, latent_config, latent_weights  # noqa: E402
 from model.tiny_tokenizer import (  # noqa: E402
@@ -34,12 +35,13 @@ from model.tiny_tokenizer import (  # noqa: E402
 )
 from model.tiny_weights import TinyShape, Weights, tiny_weights  # noqa: E402
 
-Shape = TinyShape | HybridShape | LatentShape
+Shape = TinyShape | HybridShape | ChunkShape | LatentShape
 SHAPE = TinyShape(vocab_size=VOCAB_SIZE)
 SHAPES: Mapping[str, Shape] = {
     "llama": SHAPE,
     "hybrid": HybridShape(vocab_size=VOCAB_SIZE),
     "windows": ONLY_WINDOWS,
+    "chunks": ChunkShape(SHAPE),
     "latent": LatentShape(vocab_size=VOCAB_SIZE),
 }
 RECIPE_VERSION = 1
@@ -97,6 +99,8 @@ def _weights(shape: Shape, seed: int) -> Weights:
     match shape:
         case HybridShape():
             return hybrid_weights(shape, seed, silent)
+        case ChunkShape():
+            return chunk_weights(shape, seed, silent)
         case LatentShape():
             return latent_weights(shape, seed, silent)
     return tiny_weights(shape, seed, silent)
@@ -106,6 +110,8 @@ def _config(shape: Shape) -> dict[str, object]:
     match shape:
         case HybridShape():
             return _special_ids() | hybrid_config(shape)
+        case ChunkShape():
+            return _special_ids() | chunk_config(shape)
         case LatentShape():
             return _special_ids() | latent_config(shape)
     return _special_ids() | {
