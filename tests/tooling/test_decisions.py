@@ -69,3 +69,21 @@ def test_every_test_of_a_refusal_is_named_in_its_row():
     for path in (*files, ROOT / "tests/adapter/test_peer_refusals.py"):
         for function in re.findall(r"^def (test_rows?_\w+)", path.read_text(), re.MULTILINE):
             assert (str(int(function.split("_")[2])), function) in named, f"{path.name}: {function}"
+
+
+def test_the_tests_that_the_readme_names_exist():
+    """Each row of its table of cache groups names files of tests, and tests in the file before them."""
+    table = re.findall(r"^\| [^\n]*`tests/[^\n]*\|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(table) >= 8
+    for row in table:
+        for path, function in _named(row):
+            defined = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+            assert not function or function in defined, f"no {function} in {path.name}"
+
+
+def _named(row):
+    path = None
+    for named_path, function in NAMED.findall(row):
+        path = ROOT / named_path if named_path else path
+        assert path is not None, f"a test without its file: {row}"
+        yield path, function
