@@ -8,7 +8,7 @@ import pytest
 from model.make_tiny import SHAPES
 
 from kv_testing.answers import Question, ask, ask_by_hand, ask_with, largest_move, prefill_only
-from kv_testing.servers import IS_OURS, TOKENS_PER_BLOCK, running_fleet
+from kv_testing.servers import DEADLINE_S, IS_OURS, TOKENS_PER_BLOCK, running_fleet, wait_until
 from kv_testing.servers_hooks import KEY, VALUE, bytes_received, corrupt_block, open_things
 
 ENGINES = ("HP1", "HD1", "LP1", "LD1")
@@ -125,7 +125,13 @@ def test_a_load_that_fails_is_computed_by_a_model_of_several_groups(fleet, run, 
 
 def test_nothing_stays_open(fleet, run, tally, fresh_prompt):
     _moved(fleet, ("HP1", "HD1"), run, tally, Question((fresh_prompt(5 * BLOCK),)))
-    assert {name: open_things(engine) for name, engine in fleet.engines.items() if open_things(engine)} == {}
+    left = {}
+
+    def is_quiet():
+        left.update({name: open_things(engine) for name, engine in fleet.engines.items()})
+        return not any(left.values())
+
+    assert wait_until(is_quiet, timeout_s=DEADLINE_S) < DEADLINE_S, left
 
 
 def _moved(fleet, pair, run, tally, question):
