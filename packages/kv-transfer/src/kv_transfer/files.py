@@ -7,7 +7,6 @@ Law: what does not work here (no NIXL, no such plugin, no GPU, a file system tha
 """
 
 import logging
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -18,6 +17,7 @@ from kv_core.errors import FerryError
 from kv_transfer.agent.nixl_files import NixlFiles
 from kv_transfer.config import ConfigError
 from kv_transfer.file_mover import FileMover, PlainFiles
+from kv_transfer.slot_files import ProcessDirectory, SlotFiles
 
 _log = logging.getLogger(__name__)
 
@@ -68,20 +68,22 @@ def _nixl_mover(way: Way, device: torch.device) -> FileMover:
 
 
 def _probed(mover: FileMover, directory: Path, device: torch.device) -> FileMover:
-    """The mover, after one file went out and came back; else it is closed and refused."""
+    """The mover, after one slot went out and came back as slots will; else it is closed and refused."""
     memory = device if mover.reaches(device) else torch.device("cpu")
     content = torch.arange(_PROBE_BYTES, device=memory).to(torch.uint8)
     found = torch.zeros_like(content)
     if memory.type == "cuda":
         torch.cuda.synchronize(memory)
+    root = ProcessDirectory(directory)
     try:
-        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
-            mover.write(file.fileno(), content)
-            file.seek(0)
-            mover.read(file.fileno(), found)
+        files = SlotFiles(root, 0, 0, _PROBE_BYTES, mover)
+        files.write(0, content)
+        files.read(0, found)
         reason = None if torch.equal(content, found) else "it reads other bytes than it wrote"
     except OSError as error:
         reason = str(error)
+    finally:
+        root.close()
     if reason is not None:
         mover.close()
         raise FilesRefused(f"{mover.name} does not work in {directory}: {reason}")
