@@ -5,7 +5,7 @@ import pytest
 from kv_core.ids import Rank, RequestId, TransferId
 from kv_core.keys import BlockKey
 from kv_core.spans import Span
-from kv_engine_adapter.orders import LoadBlocks, OpenOffer, SettleOffer, StepOrders
+from kv_engine_adapter.orders import AbandonOffer, GrowOffer, LoadBlocks, OpenOffer, SettleOffer, StepOrders
 from kv_transfer.orders import LoadTimes, Progress, Received
 from kv_transfer.reports import Direction, Leg, Path, Stages, TransferReport
 from kv_transfer.status import Status
@@ -29,6 +29,15 @@ class FakeTransceiver:
 
     def offer(self, offer):
         self.calls.append(("offer", offer))
+
+    def advance(self, *args):
+        self.calls.append(("advance", args))
+
+    def complete(self, request_id):
+        self.calls.append(("complete", request_id))
+
+    def abandon(self, *args):
+        self.calls.append(("abandon", args))
 
     def settle(self, *args):
         self.calls.append(("settle", args))
@@ -147,3 +156,28 @@ def test_what_transfers_moved_and_how_long_their_stages_took(worker, transceiver
     assert told["samples"]["seconds|send|total"] == [pytest.approx(0.5)]
     transceiver.counters = {"bytes_out": 1}
     assert "samples" not in worker.take_report(), "each is told once"
+
+
+def grown(num_computed, tables):
+    return GrowOffer(RequestId("p1"), TRANSFER, KEY, 70, num_computed, tables)
+
+
+def test_a_prompt_that_grows_is_offered_advanced_and_completed(worker, transceiver):
+    worker.hear(StepOrders(growing=(grown(0, ((1,),)),)))
+    worker.hear(StepOrders(growing=(grown(32, ((1, 2),)),)))
+    worker.run(StepOrders(offers=(OpenOffer(RequestId("p1"), TRANSFER, KEY, 70, ((1, 2, 3),)),)))
+    (_, offer), *rest = transceiver.calls
+    assert (offer.num_computed, offer.num_tokens, offer.tables.by_group) == (0, 70, ((2, 3),))
+    halves = ((2, 3, 4, 5, 6, 7),)
+    assert rest == [
+        ("advance", ("p1", 32, ((2, 3, 4, 5),))), ("advance", ("p1", 70, halves)), ("complete", "p1"),
+    ]  # fmt: skip
+
+
+def test_a_prompt_that_was_given_up_is_offered_anew_when_it_has_finished(worker, transceiver):
+    worker.hear(StepOrders(growing=(grown(0, ((1,),)),)))
+    worker.run_now(StepOrders(abandoned=(AbandonOffer(RequestId("p1"), "preempted"),)))
+    worker.run_now(StepOrders(offers=(OpenOffer(RequestId("p1"), TRANSFER, KEY, 70, ((4, 5, 6),)),)))
+    assert transceiver.calls[1] == ("abandon", ("p1", "preempted"))
+    name, offer = transceiver.calls[2]
+    assert (name, offer.num_computed, offer.tables.by_group) == ("offer", None, ((8, 9, 10, 11, 12, 13),))

@@ -18,11 +18,19 @@ class FakeDoor:
     holds: list[tuple[str, int, TransferId, bytes | None, str]] = field(default_factory=list)
     settled: list[Settled] = field(default_factory=list)
     closed: int = 0
+    restarted: list[RequestId] = field(default_factory=list)
+    withdrawn: list[tuple[RequestId, str]] = field(default_factory=list)
 
     def open_offer(
         self, transfer_id: TransferId, request_id: RequestId, prompt_key: bytes, lease_s: float | None = None
     ) -> None:
         self.offers.append((transfer_id, request_id, prompt_key))
+
+    def restart_lease(self, request_id: RequestId, lease_s: float | None = None) -> None:
+        self.restarted.append(request_id)
+
+    def withdraw_offer(self, request_id: RequestId, reason: str) -> None:
+        self.withdrawn.append((request_id, reason))
 
     def poll_settled(self) -> Sequence[Settled]:
         settled, self.settled = self.settled, []

@@ -75,21 +75,36 @@ def wants_load(params: Mapping[str, object] | None) -> bool:
     return bool(params and params.get("do_remote_prefill"))
 
 
+def chosen_transfer(params: Mapping[str, object] | None) -> TransferId | None:
+    """The transfer id that a client chose for its prefill request, if it did; `HandoverError` if it is none.
+
+    It is no secret: whoever guesses it still has to name the digest of the prompt.
+    """
+    if not params or params.get("transfer_id") is None:
+        return None
+    return _transfer_id(params)
+
+
 def remote_offer(params: Mapping[str, object], peers: KnownPeers) -> RemoteOffer:
     """The offer the parameters name; `HandoverError` names the field that is missing or wrong, or the strange host."""
-    transfer_id = _text(params, "transfer_id")
-    if not _TRANSFER_ID.fullmatch(transfer_id):
-        raise HandoverError(f"kv_transfer_params.transfer_id: expected 32 lower-case hex digits, got {transfer_id!r}")
+    transfer_id = _transfer_id(params)
     host = _text(params, "remote_host")
     if not peers.allows(host):
         raise HandoverError(f"kv_transfer_params.remote_host: {host!r} is none of the configured peers ({peers})")
     incarnation = params.get("remote_incarnation")
     return RemoteOffer(
-        transfer_id=TransferId(transfer_id),
+        transfer_id=transfer_id,
         host=host,
         port=_port(params),
         incarnation=None if incarnation is None else Incarnation(_text(params, "remote_incarnation")),
     )
+
+
+def _transfer_id(params: Mapping[str, object]) -> TransferId:
+    transfer_id = _text(params, "transfer_id")
+    if not _TRANSFER_ID.fullmatch(transfer_id):
+        raise HandoverError(f"kv_transfer_params.transfer_id: expected 32 lower-case hex digits, got {transfer_id!r}")
+    return TransferId(transfer_id)
 
 
 def _port(params: Mapping[str, object]) -> int:

@@ -19,13 +19,33 @@ Tables = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class OpenOffer:
-    """Blocks of a finished prefill that a peer may read until they are settled."""
+    """Blocks of a finished prefill that a peer may read until they are settled; completes an offer that grows."""
 
     request_id: RequestId
     transfer_id: TransferId
     prompt_key: BlockKey
     num_tokens: int
     tables: Tables
+
+
+@dataclass(frozen=True, slots=True)
+class GrowOffer:
+    """A prompt whose first `num_computed` tokens are computed by now; opens its offer, or advances it."""
+
+    request_id: RequestId
+    transfer_id: TransferId
+    prompt_key: BlockKey
+    num_tokens: int
+    num_computed: int
+    tables: Tables
+
+
+@dataclass(frozen=True, slots=True)
+class AbandonOffer:
+    """The blocks of a growing offer are taken back: heard before the step that may use them for something else."""
+
+    request_id: RequestId
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +79,5 @@ class StepOrders:
     settled: tuple[SettleOffer, ...] = ()
     loads: tuple[LoadBlocks, ...] = ()
     aborts: tuple[RequestId, ...] = ()
+    growing: tuple[GrowOffer, ...] = ()
+    abandoned: tuple[AbandonOffer, ...] = ()

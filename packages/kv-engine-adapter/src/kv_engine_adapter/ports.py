@@ -4,10 +4,11 @@ Law: protocols only; `kv_transfer.instance.InstanceDoor` and `vllm.translate.Req
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kv_core.ids import RequestId, TransferId
 from kv_core.keys import BlockKey
+from kv_engine_adapter.orders import Tables
 from kv_transfer.orders import Errand
 
 
@@ -20,6 +21,10 @@ class Door(Protocol):
     def open_offer(
         self, transfer_id: TransferId, request_id: RequestId, prompt_key: bytes, lease_s: float | None = None
     ) -> None: ...
+
+    def restart_lease(self, request_id: RequestId, lease_s: float | None = None) -> None: ...
+
+    def withdraw_offer(self, request_id: RequestId, reason: str) -> None: ...
 
     def poll_settled(self) -> Sequence["SettledLike"]: ...
 
@@ -39,6 +44,16 @@ class SettledLike(Protocol):
     def request_id(self) -> RequestId: ...
     @property
     def reason(self) -> str: ...
+
+
+class ScheduledRequest(NamedTuple):
+    """What one engine step computes of a request: tokens [num_computed, num_computed + num_scheduled)."""
+
+    request_id: RequestId
+    num_computed: int
+    num_scheduled: int
+    blocks: Tables
+    """By cache group: all of its blocks at its first step, later those that this step adds, perhaps none."""
 
 
 class RequestView(Protocol):

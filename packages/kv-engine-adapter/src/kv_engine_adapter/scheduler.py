@@ -21,6 +21,7 @@ from kv_core.errors import CallerError
 from kv_core.ids import Incarnation, InstanceId, RequestId, TransferId
 from kv_core.keys import BlockKey
 from kv_core.spans import Span
+from kv_engine_adapter.early import EarlyOffers, chosen
 from kv_engine_adapter.families import Families
 from kv_engine_adapter.handover import (
     HandoverError,
@@ -91,6 +92,7 @@ class FerryScheduler:
         tokens_per_block: int,
         peers: KnownPeers,
         run_now: Callable[[StepOrders], None] | None = None,
+        early_lease_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`shares_prefixes`: the engine keeps a prefix cache, so equal prompts wait for one load, not repeat it.
@@ -98,6 +100,7 @@ class FerryScheduler:
         `patience_s`: how long an idle engine is kept stepping for what its workers have open.
         `run_now` reaches a worker that shares our process: such an engine may stop stepping when its last request
         ends (offline use), and an offer that waits for a step would never be seen.
+        `early_lease_s`: see `EarlyOffers`.
         """
         self._identity = identity
         self._door = door
@@ -115,6 +118,7 @@ class FerryScheduler:
         self._offered: dict[RequestId, TransferId] = {}
         self._families = Families(lease_s, clock)
         self._pending = _Pending()
+        self.early = EarlyOffers(door, early_lease_s)
         self._worker_gauges: Gauges = {}
         self._worker_change = clock()
         self._num_refused = 0
@@ -237,7 +241,9 @@ class FerryScheduler:
         if load is not None:
             self._forsake(request.request_id, load)
             return False, None
-        if not wants_offer(request.params) or not complete or not any(tables):
+        is_forsaken = self.early.was_forsaken(request.request_id)
+        if not wants_offer(request.params) or not complete or not any(tables) or is_forsaken:
+            self.early.aborted(request.request_id)
             return False, None
         return self._offer(request, tables)
 
@@ -259,9 +265,11 @@ class FerryScheduler:
         if request.request_id in self._offered:
             logger.warning("kvferry: request %s is not offered: its id is on offer already", request.request_id)
             return False, None
-        transfer_id = self._families.transfer_id(request.family)
+        transfer_id = self.early.completed(request.request_id)
+        if transfer_id is None:
+            transfer_id = chosen(request) or self._families.transfer_id(request.family)
+            self._door.open_offer(transfer_id, request.request_id, prompt_key, self._lease_s)
         self._offered[request.request_id] = transfer_id
-        self._door.open_offer(transfer_id, request.request_id, prompt_key, self._lease_s)
         self._pending.offers.append(
             OpenOffer(request.request_id, transfer_id, prompt_key, request.num_prompt_tokens, tables)
         )
@@ -293,10 +301,11 @@ class FerryScheduler:
         settled = tuple(
             SettleOffer(end.request_id, end.transfer_id, end.reason)
             for end in self._door.poll_settled()
-            if end.request_id in self._offered
+            if end.request_id in self._offered or self.early.settled(end.request_id)
         )
         pending, self._pending = self._pending, _Pending()
-        return StepOrders(tuple(pending.offers), settled, tuple(pending.loads), tuple(pending.aborts))
+        orders = tuple(pending.offers), settled, tuple(pending.loads), tuple(pending.aborts)
+        return StepOrders(*orders, *self.early.take_orders())
 
     def workers_report(self, gauges: Gauges) -> None:
         """What the workers now have open, by rank."""
@@ -309,7 +318,7 @@ class FerryScheduler:
 
         Not for ever: a region that a stopped peer may still write is freed without a step of the engine.
         """
-        if self._pending.aborts or self._pending.loads or self._pending.offers:
+        if self._pending.aborts or self._pending.loads or self._pending.offers or self.early.has_orders:
             return True
         is_open = any(any(values.values()) for values in self._worker_gauges.values())
         return is_open and self._clock() - self._worker_change < self._patience_s

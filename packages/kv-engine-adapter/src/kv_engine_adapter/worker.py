@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kv_core.ids import RequestId
 from kv_engine_adapter.metrics import Report, Samples, counters_of, joined, samples_of
-from kv_engine_adapter.orders import LoadBlocks, StepOrders, Tables
+from kv_engine_adapter.orders import GrowOffer, LoadBlocks, OpenOffer, StepOrders, Tables
 from kv_transfer.orders import BlockTables, Offer, Received, ReceiveOrder
 from kv_transfer.plan.ranges import HOLE
 from kv_transfer.protocol.messages import RankCard
@@ -43,6 +43,7 @@ class FerryWorker:
         self._kernel_tables = kernel_tables
         self._tokens_per_block = tokens_per_block
         self._loading: dict[RequestId, LoadBlocks] = {}
+        self._growing: set[RequestId] = set()
         self._failed_blocks: set[int] = set()
         self._counters: dict[str, float] = {}
         self._samples: Samples = {}
@@ -53,23 +54,48 @@ class FerryWorker:
     def card(self) -> RankCard:
         return self._transceiver.card
 
+    def run_now(self, orders: StepOrders) -> None:
+        """All of it at once."""
+        self.hear(orders)
+        self.run(orders)
+
+    def hear(self, orders: StepOrders) -> None:
+        """What must be known before the step of these orders runs: which blocks it may use for something else.
+
+        And which tokens are computed: the work of this thread so far, and not what the step will add to it.
+        """
+        for end in orders.abandoned:
+            self._growing.remove(end.request_id)
+            self._transceiver.abandon(end.request_id, end.reason)
+        for each in orders.growing:
+            if each.request_id in self._growing:
+                tables = self._kernel_tables(each.tables)
+                self._transceiver.advance(each.request_id, each.num_computed, tables)
+            else:
+                self._growing.add(each.request_id)
+                self._offer(each, each.num_computed)
+
     def run(self, orders: StepOrders) -> None:
-        """Start what the scheduler side ordered; an offer opens before it settles."""
+        """Start what else the scheduler side ordered; an offer opens before it settles."""
         for offer in orders.offers:
-            self._transceiver.offer(
-                Offer(
-                    transfer_id=offer.transfer_id,
-                    request_id=offer.request_id,
-                    prompt_key=offer.prompt_key,
-                    tables=BlockTables(offer.num_tokens, self._kernel_tables(offer.tables)),
-                )
-            )
+            if offer.request_id in self._growing:
+                self._growing.remove(offer.request_id)
+                tables = self._kernel_tables(offer.tables)
+                self._transceiver.advance(offer.request_id, offer.num_tokens, tables)
+                self._transceiver.complete(offer.request_id)
+            else:
+                self._offer(offer)
         for end in orders.settled:
             self._transceiver.settle(end.transfer_id, end.request_id, end.reason)
         for load in orders.loads:
             self._load(load)
         for request_id in orders.aborts:
             self._transceiver.abort(request_id)
+
+    def _offer(self, offer: OpenOffer | GrowOffer, num_computed: int | None = None) -> None:
+        tables = BlockTables(offer.num_tokens, self._kernel_tables(offer.tables))
+        made = Offer(offer.transfer_id, offer.request_id, offer.prompt_key, tables, num_computed)
+        self._transceiver.offer(made)
 
     def poll(self) -> Ended:
         """What ended since the last call."""

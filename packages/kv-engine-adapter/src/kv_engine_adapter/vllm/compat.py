@@ -4,12 +4,22 @@ Out: one name for each thing the connector needs, whatever the installed vLLM ca
 Law: no other file asks which vLLM is installed.
 """
 
-__all__ = ["CONNECTOR_BASES", "REPORTS_FAILED_REQUESTS", "TransferResults", "peer_hit_source", "vllm_version"]
+__all__ = [
+    "CONNECTOR_BASES",
+    "REPORTS_FAILED_REQUESTS",
+    "TELLS_PREEMPTED",
+    "TransferResults",
+    "peer_hit_source",
+    "preempted",
+    "vllm_version",
+]
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
+from vllm.v1.core.sched.output import SchedulerOutput
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults as TransferResults
@@ -34,6 +44,10 @@ CONNECTOR_BASES: tuple[type, ...] = (
 )
 
 
+TELLS_PREEMPTED = "preempted_req_ids" in SchedulerOutput.__dataclass_fields__
+"""Whether a step says whose blocks were taken back: else a prompt may not be read while it is computed."""
+
+
 def peer_hit_source() -> object | None:
     """The label under which vLLM counts tokens that came from a peer; `None` where it has no such labels."""
     try:
@@ -42,6 +56,12 @@ def peer_hit_source() -> object | None:
         return None
     source: object = CacheHitSource.P2P
     return source
+
+
+def preempted(output: object) -> Collection[str]:
+    """The requests whose blocks were taken back since the step before."""
+    found: Collection[str] | None = getattr(output, "preempted_req_ids", None)
+    return found or ()
 
 
 def vllm_version() -> str:

@@ -18,7 +18,7 @@ from kv_core.errors import CallerError
 from kv_engine_adapter.orders import StepOrders
 from kv_engine_adapter.vllm import compat, setup
 from kv_engine_adapter.vllm.stats import FerryPromMetrics, FerryStats, own_report
-from kv_engine_adapter.vllm.translate import RequestView, block_tables
+from kv_engine_adapter.vllm.translate import RequestView, block_tables, scheduled_requests
 from kv_engine_adapter.vllm.window_blocks import WindowBlocks
 
 if TYPE_CHECKING:
@@ -98,7 +98,9 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
 
     def on_new_request(self, request: "Request") -> None:
         # Versions of vLLM without this hook tell of a request when its turn comes.
-        self._scheduling.announced(RequestView(request))
+        view = RequestView(request)
+        self._scheduling.announced(view)
+        self._scheduling.early.announced(view)
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         wanted = self._scheduling.num_external_tokens(RequestView(request), num_computed_tokens)
@@ -109,9 +111,12 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
         if view.is_prefill:
             self._windows.watch(view.request_id, view.num_prompt_tokens)
         self._scheduling.allocated(view, block_tables(blocks.get_block_ids()), num_external_tokens)
+        self._scheduling.early.announced(view)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         self._windows.keep()
+        if early := self._scheduling.early:
+            early.stepped(scheduled_requests(scheduler_output, early), compat.preempted(scheduler_output))
         return FerryMetadata(self._scheduling.take_orders())
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
@@ -165,6 +170,12 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return None if self._worker is None else FerryHandshake(self._worker.card, self._incarnation, self._worker)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        # Why here: some versions call `start_load_kv` only after the step, which may use blocks that were taken back.
+        super().bind_connector_metadata(connector_metadata)
+        if isinstance(connector_metadata, FerryMetadata) and self._worker is not None:
+            self._worker.hear(connector_metadata.orders)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         metadata = self._connector_metadata

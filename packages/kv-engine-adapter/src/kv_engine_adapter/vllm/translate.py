@@ -7,7 +7,7 @@ Law: nothing here keeps a vLLM object longer than the call, except the view of a
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,11 +19,13 @@ from kv_core.spans import Span
 from kv_engine_adapter.fingerprint import model_fingerprint, read_config
 from kv_engine_adapter.handover import wants_load, wants_offer
 from kv_engine_adapter.orders import Tables
+from kv_engine_adapter.ports import ScheduledRequest
 from kv_transfer.plan.cache_state import ParallelLayout
 from kv_transfer.plan.ranges import HOLE
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 # vLLM names the requests of one completion call `cmpl-<id>-<prompt>`, the children of `n` > 1 `<child>_<id>`, and adds
@@ -82,6 +84,18 @@ class RequestView:
             # Why: two engines know an adapter by its name alone, and one name may stand for different weights.
             return f"it uses the LoRA adapter {self.request.lora_request.lora_name!r}"
         return prompt_key(tokens, _scope(self.request))
+
+
+def scheduled_requests(output: "SchedulerOutput", wanted: Container[RequestId]) -> list[ScheduledRequest]:
+    """What this step computes of the wanted requests. vLLM counts the step's own tokens only after it."""
+    numbers, again = output.num_scheduled_tokens, output.scheduled_cached_reqs
+    new = [(each.req_id, each.num_computed_tokens, each.block_ids) for each in output.scheduled_new_reqs]
+    old = zip(again.req_ids, again.num_computed_tokens, again.new_block_ids, strict=True)
+    return [
+        ScheduledRequest(RequestId(name), num_computed, numbers.get(name, 0), block_tables(block_ids or ()))
+        for name, num_computed, block_ids in (*new, *old)
+        if name in wanted
+    ]
 
 
 def request_family(request_id: str) -> str:

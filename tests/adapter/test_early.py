@@ -1,0 +1,177 @@
+"""Prompts offered while they are computed: what is told after which step, and what ends it."""
+
+from typing import Any
+
+import pytest
+
+from kv_core.ids import Incarnation, InstanceId, RequestId, TransferId
+from kv_engine_adapter.known_peers import KnownPeers
+from kv_engine_adapter.orders import AbandonOffer
+from kv_engine_adapter.ports import ScheduledRequest
+from kv_engine_adapter.scheduler import FerryScheduler, Identity
+from kv_testing.fake_door import FakeDoor, FakeRequest
+from kv_transfer.orders import Settled
+
+CHOSEN = TransferId("cd" * 16)
+P = RequestId("p1")
+NUM_TOKENS = 70
+COMMON: dict[str, Any] = {"tokens_per_block": 32, "peers": KnownPeers.of(["10.0.0.0/24"]), "shares_prefixes": True}
+
+
+@pytest.fixture
+def door():
+    return FakeDoor()
+
+
+@pytest.fixture
+def scheduler(door):
+    return make(door)
+
+
+def make(door, early_lease_s=600.0):
+    identity = Identity(InstanceId("engine"), Incarnation("run-9"), tensor_ranks=2, pipeline_stages=1)
+    return FerryScheduler(identity, door, lease_s=30, patience_s=60, early_lease_s=early_lease_s, **COMMON)
+
+
+def prefill(transfer_id: object = CHOSEN, name=P, **more):
+    params = {"do_remote_decode": True, "transfer_id": transfer_id}
+    return FakeRequest(name, list(range(NUM_TOKENS)), params, **more)
+
+
+def step(scheduler, num_computed=None, num_scheduled=0, blocks=(), *, preempted=()):
+    """One step of the engine, with its orders."""
+    scheduled = [] if num_computed is None else [ScheduledRequest(P, num_computed, num_scheduled, blocks)]
+    scheduler.early.stepped(scheduled, preempted)
+    return scheduler.take_orders()
+
+
+def told(orders):
+    return [(each.num_computed, each.tables) for each in orders.growing]
+
+
+def begun(scheduler, request=None):
+    """Its first step computes 32 of 70 tokens."""
+    scheduler.early.allocated(request or prefill())
+    return step(scheduler, 0, 32, ((5,),))
+
+
+def test_a_step_is_told_with_the_orders_of_the_next(scheduler, door):
+    request = prefill()
+    first = begun(scheduler, request)
+    assert told(first) == [(0, ((5,),))], "nothing is computed before the step has run"
+    (opened,) = first.growing
+    assert (opened.transfer_id, opened.prompt_key, opened.num_tokens) == (CHOSEN, request.prompt_key(), NUM_TOKENS)
+    assert door.offers == [(CHOSEN, P, request.prompt_key())]
+    assert told(step(scheduler, 32, 32, ((8,),))) == [(32, ((5, 8),))]
+    assert told(step(scheduler, 64, 6, ((2,),))) == [(64, ((5, 8, 2),))]
+    assert told(step(scheduler, 70, 1)) == [(70, ((5, 8, 2),))]
+    assert told(step(scheduler, 71, 1)) == [], "answers are not of the prompt"
+    kept, ticket = scheduler.finished(request, ((5, 8, 2),), complete=True)
+    assert (kept, ticket["transfer_id"]) == (True, CHOSEN)
+    orders = scheduler.take_orders()
+    assert [(each.request_id, each.transfer_id) for each in orders.offers] == [(P, CHOSEN)]
+    assert (orders.abandoned, door.restarted, len(door.offers)) == ((), [P], 1)
+
+
+def test_what_was_there_before_the_first_step_is_told_after_it(scheduler):
+    """Another connector may still be loading it."""
+    scheduler.early.allocated(prefill())
+    assert told(step(scheduler, 32, 16, ((5, 8),))) == [(0, ((5, 8),))]
+    assert told(step(scheduler, 48, 22, ((2,),))) == [(48, ((5, 8, 2),))]
+
+
+def test_a_step_without_the_request_tells_nothing_of_it(scheduler):
+    begun(scheduler)
+    assert told(step(scheduler)) == []
+    assert told(step(scheduler, 32, 38, ((8, 2),))) == [(32, ((5, 8, 2),))]
+
+
+def test_a_prompt_of_one_step_is_told_at_its_end(scheduler):
+    request = prefill()
+    scheduler.early.allocated(request)
+    assert told(step(scheduler, 0, NUM_TOKENS, ((5, 8, 2),))) == [(0, ((5, 8, 2),))]
+    assert scheduler.finished(request, ((5, 8, 2),), complete=True)[0]
+    assert [each.num_tokens for each in scheduler.take_orders().offers] == [NUM_TOKENS]
+
+
+def test_a_preempted_prompt_is_given_up_and_offered_when_it_has_finished(scheduler, door):
+    request = prefill()
+    begun(scheduler, request)
+    orders = step(scheduler, preempted=[P, "somebody else"])
+    assert orders.abandoned == (AbandonOffer(P, "preempted"),)
+    scheduler.early.allocated(request)
+    assert told(step(scheduler, 0, 70, ((9, 1, 3),))) == [], "it is not read again while it is computed"
+    assert scheduler.finished(request, ((9, 1, 3),), complete=True)[0]
+    (offer,) = scheduler.take_orders().offers
+    assert (offer.transfer_id, offer.tables) == (CHOSEN, ((9, 1, 3),))
+    assert (len(door.offers), door.restarted, door.withdrawn) == (1, [P], [])
+
+
+def test_a_preempted_prompt_whose_consumer_is_gone_is_not_offered(scheduler, door):
+    request = prefill()
+    begun(scheduler, request)
+    step(scheduler, preempted=[P])
+    door.settled.append(Settled(CHOSEN, P, "released"))
+    assert len(step(scheduler).settled) == 1
+    assert scheduler.finished(request, ((9, 1, 3),), complete=True) == (False, None)
+    orders = scheduler.take_orders()
+    assert (orders.offers, orders.abandoned, door.withdrawn, len(scheduler.early)) == ((), (), [], 0)
+
+
+def test_progress_that_goes_back_ends_it(scheduler):
+    begun(scheduler)
+    step(scheduler, 32, 32, ((8,),))
+    orders = step(scheduler, 0, 32)
+    assert orders.abandoned == (AbandonOffer(P, "computed again: told=32, computed now=0"),)
+    assert told(step(scheduler, 32, 32)) == []
+
+
+def test_an_aborted_prompt_ends_at_workers_and_door(scheduler, door):
+    request = prefill()
+    begun(scheduler, request)
+    assert scheduler.finished(request, ((5,),), complete=False) == (False, None)
+    assert scheduler.has_work(), "the engine steps once more, to tell it"
+    assert scheduler.take_orders().abandoned == (AbandonOffer(P, "aborted"),)
+    assert door.withdrawn == [(P, "aborted")]
+    door.settled.append(Settled(CHOSEN, P, "aborted"))
+    assert [each.request_id for each in scheduler.take_orders().settled] == [P], "workers wait for that as well"
+    door.settled.append(Settled(CHOSEN, P, "aborted"))
+    assert scheduler.take_orders().settled == ()
+    assert (scheduler.gauges()["offers"], len(scheduler.early)) == (0, 0)
+
+
+def test_a_release_while_it_is_computed_is_passed_on(scheduler, door):
+    request = prefill()
+    begun(scheduler, request)
+    door.settled.append(Settled(CHOSEN, P, "released"))
+    assert [each.request_id for each in step(scheduler, 32, 38, ((8, 2),)).settled] == [P]
+    assert scheduler.finished(request, ((5, 8, 2),), complete=True)[0], "kept until the workers report it as sent"
+    assert [each.request_id for each in scheduler.take_orders().offers] == [P]
+    scheduler.sends_over([P])
+    assert scheduler.gauges()["offers"] == 0
+
+
+@pytest.mark.parametrize("wrong", ["not hex", "ab", 5, "CD" * 16])
+def test_an_id_that_is_none_is_not_used(scheduler, door, wrong):
+    request = prefill(wrong)
+    assert begun(scheduler, request).growing == ()
+    assert scheduler.finished(request, ((5, 8, 2),), complete=True)[0]
+    assert scheduler.take_orders().offers[0].transfer_id not in (wrong, CHOSEN)
+
+
+def test_without_an_id_nothing_is_early(scheduler, door):
+    request = prefill(None)
+    assert begun(scheduler, request).growing == ()
+    assert door.offers == []
+
+
+def test_an_engine_that_gives_up_blocks_meanwhile_offers_under_the_id_at_the_end(door):
+    scheduler, request = make(door, early_lease_s=None), prefill()
+    assert begun(scheduler, request).growing == ()
+    assert scheduler.finished(request, ((5, 8, 2),), complete=True)[0]
+    assert scheduler.take_orders().offers[0].transfer_id == CHOSEN
+
+
+def test_a_decode_request_is_never_early(scheduler, door):
+    scheduler.early.allocated(FakeRequest(P, [1, 2], {"do_remote_prefill": True, "transfer_id": CHOSEN}))
+    assert (door.offers, len(scheduler.early)) == ([], 0)
