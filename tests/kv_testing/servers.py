@@ -1,7 +1,8 @@
 """A fleet of real engines that tests share: started together, used by many, brought back when a test has killed one.
 
 In:  a transport, the tiny models, a folder for logs and hooks.
-Out: named engines: P1, P2 prefill and D1, D2 decode (the digit is the number of tensor ranks), X1 with other weights.
+Out: named engines: P1, P2 prefill and D1, D2 decode (the digit is the number of tensor ranks), X1 with other weights,
+     C1 prefill that computes a prompt in many steps.
 Law: one fleet runs at a time, and nothing of it outlives the tests, however they end.
 """
 
@@ -59,12 +60,16 @@ class Role:
     extra_arguments: tuple[str, ...] = ()
 
 
+TOKENS_PER_STEP = 128
+"""Of C1."""
+
 ROLES: Mapping[str, Role] = {
     "P1": Role("tiny", 1, ("0",)),
     "P2": Role("tiny", 2, ("0", "1")),
     "D1": Role("tiny", 1, ("1",), "recompute"),
     "D2": Role("tiny", 2, ("0", "1"), "fail"),
     "X1": Role("other", 1, ("1",)),
+    "C1": Role("tiny", 1, ("0",), extra_arguments=("--max-num-batched-tokens", str(TOKENS_PER_STEP))),
 }
 # Prompts are computed in several steps, so that windows move on before the end.
 _IN_STEPS = ("--max-num-batched-tokens", "128")
