@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from kv_core.ids import Incarnation, InstanceId, RequestId, TransferId
+from kv_engine_adapter.early import EarlyTerms
 from kv_engine_adapter.known_peers import KnownPeers
 from kv_engine_adapter.orders import AbandonOffer
 from kv_engine_adapter.ports import ScheduledRequest
@@ -28,9 +29,12 @@ def scheduler(door):
     return make(door)
 
 
-def make(door, early_lease_s=600.0):
+TERMS = EarlyTerms(lease_s=600.0, num_groups=1)
+
+
+def make(door, early=TERMS):
     identity = Identity(InstanceId("engine"), Incarnation("run-9"), tensor_ranks=2, pipeline_stages=1)
-    return FerryScheduler(identity, door, lease_s=30, patience_s=60, early_lease_s=early_lease_s, **COMMON)
+    return FerryScheduler(identity, door, lease_s=30, patience_s=60, early=early, **COMMON)
 
 
 def prefill(transfer_id: object = CHOSEN, name=P, **more):
@@ -50,15 +54,15 @@ def told(orders):
 
 
 def begun(scheduler, request=None):
-    """Its first step computes 32 of 70 tokens."""
-    scheduler.early.allocated(request or prefill())
+    """It comes, and its first step computes 32 of 70 tokens; what is ordered by then."""
+    scheduler.early.announced(request or prefill())
     return step(scheduler, 0, 32, ((5,),))
 
 
 def test_a_step_is_told_with_the_orders_of_the_next(scheduler, door):
     request = prefill()
     first = begun(scheduler, request)
-    assert told(first) == [(0, ((5,),))], "nothing is computed before the step has run"
+    assert told(first) == [(0, ((),))], "nothing is computed before the step has run"
     (opened,) = first.growing
     assert (opened.transfer_id, opened.prompt_key, opened.num_tokens) == (CHOSEN, request.prompt_key(), NUM_TOKENS)
     assert door.offers == [(CHOSEN, P, request.prompt_key())]
@@ -75,8 +79,8 @@ def test_a_step_is_told_with_the_orders_of_the_next(scheduler, door):
 
 def test_what_was_there_before_the_first_step_is_told_after_it(scheduler):
     """Another connector may still be loading it."""
-    scheduler.early.allocated(prefill())
-    assert told(step(scheduler, 32, 16, ((5, 8),))) == [(0, ((5, 8),))]
+    scheduler.early.announced(prefill())
+    assert told(step(scheduler, 32, 16, ((5, 8),))) == [(0, ((),))]
     assert told(step(scheduler, 48, 22, ((2,),))) == [(48, ((5, 8, 2),))]
 
 
@@ -88,8 +92,8 @@ def test_a_step_without_the_request_tells_nothing_of_it(scheduler):
 
 def test_a_prompt_of_one_step_is_told_at_its_end(scheduler):
     request = prefill()
-    scheduler.early.allocated(request)
-    assert told(step(scheduler, 0, NUM_TOKENS, ((5, 8, 2),))) == [(0, ((5, 8, 2),))]
+    scheduler.early.announced(request)
+    assert told(step(scheduler, 0, NUM_TOKENS, ((5, 8, 2),))) == [(0, ((),))]
     assert scheduler.finished(request, ((5, 8, 2),), complete=True)[0]
     assert [each.num_tokens for each in scheduler.take_orders().offers] == [NUM_TOKENS]
 
@@ -99,7 +103,7 @@ def test_a_preempted_prompt_is_given_up_and_offered_when_it_has_finished(schedul
     begun(scheduler, request)
     orders = step(scheduler, preempted=[P, "somebody else"])
     assert orders.abandoned == (AbandonOffer(P, "preempted"),)
-    scheduler.early.allocated(request)
+    scheduler.early.announced(request)
     assert told(step(scheduler, 0, 70, ((9, 1, 3),))) == [], "it is not read again while it is computed"
     assert scheduler.finished(request, ((9, 1, 3),), complete=True)[0]
     (offer,) = scheduler.take_orders().offers
@@ -159,6 +163,15 @@ def test_an_id_that_is_none_is_not_used(scheduler, door, wrong):
     assert scheduler.take_orders().offers[0].transfer_id not in (wrong, CHOSEN)
 
 
+def test_a_request_that_is_aborted_before_its_turn_ends_at_once(scheduler, door):
+    request = prefill()
+    scheduler.early.announced(request)
+    assert scheduler.finished(request, ((),), complete=False) == (False, None)
+    orders = scheduler.take_orders()
+    assert (told(orders), orders.abandoned) == ([(0, ((),))], (AbandonOffer(P, "aborted"),)), "in this order"
+    assert door.withdrawn == [(P, "aborted")]
+
+
 def test_without_an_id_nothing_is_early(scheduler, door):
     request = prefill(None)
     assert begun(scheduler, request).growing == ()
@@ -166,12 +179,12 @@ def test_without_an_id_nothing_is_early(scheduler, door):
 
 
 def test_an_engine_that_gives_up_blocks_meanwhile_offers_under_the_id_at_the_end(door):
-    scheduler, request = make(door, early_lease_s=None), prefill()
+    scheduler, request = make(door, early=None), prefill()
     assert begun(scheduler, request).growing == ()
     assert scheduler.finished(request, ((5, 8, 2),), complete=True)[0]
     assert scheduler.take_orders().offers[0].transfer_id == CHOSEN
 
 
 def test_a_decode_request_is_never_early(scheduler, door):
-    scheduler.early.allocated(FakeRequest(P, [1, 2], {"do_remote_prefill": True, "transfer_id": CHOSEN}))
+    scheduler.early.announced(FakeRequest(P, [1, 2], {"do_remote_prefill": True, "transfer_id": CHOSEN}))
     assert (door.offers, len(scheduler.early)) == ([], 0)

@@ -1,20 +1,21 @@
 """Prompts that are offered before they are computed, under a transfer id that the client chose for both engines.
 
-In:  prefill requests as they get blocks; what each engine step computes; preemptions, settlements, ends.
+In:  prefill requests as they come; what each engine step computes; preemptions, settlements, ends.
 Out: orders for the workers: so many tokens are computed and lie here; or, the blocks were taken back. Offers at the
      door.
 Law: what a step computes is told with the orders of a later one, when it has run; of what was there before the first
      nothing is told until then, since another connector may still be loading it. A prompt that was preempted, or whose
      progress went back, is given up at once, and offered again only when its request has finished.
 
-                 allocated -> (step: opened -> advanced ...) -> completed
-                                      |  preempted, aborted
-                                      +--> given up ----------> completed: offered as any other; or forgotten
+                 announced: opened -> (step: advanced ...) -> completed
+                                   |  preempted, aborted
+                                   +--> given up -----------> completed: offered as any other; or forgotten
 """
 
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kv_core.ids import RequestId, TransferId
 from kv_core.keys import BlockKey
@@ -32,22 +33,29 @@ class _Early:
     transfer_id: TransferId
     prompt_key: BlockKey
     num_tokens: int
-    tables: tuple[list[int], ...] = ()
+    tables: tuple[list[int], ...]
     computed_by_step: int = 0
     """Tokens computed once the last step that we heard of has run."""
-    told: int | None = None
-    """Tokens that the workers were told of; None: nothing at all."""
+    told: int = 0
+    """Tokens that the workers were told of."""
     is_given_up: bool = False
     is_settled: bool = False
+
+
+class EarlyTerms(NamedTuple):
+    """How long an offer may wait until its prompt is computed, and how many block tables a request has."""
+
+    lease_s: float
+    num_groups: int
 
 
 class EarlyOffers:
     """Of one engine."""
 
-    def __init__(self, door: Door, lease_s: float | None) -> None:
-        """`lease_s`: how long an offer may wait while its prompt is computed; None: nothing is offered early."""
+    def __init__(self, door: Door, terms: EarlyTerms | None) -> None:
+        """None: nothing is offered early."""
         self._door = door
-        self._lease_s = lease_s
+        self._terms = terms
         self._early: dict[RequestId, _Early] = {}
         self._ended: set[RequestId] = set()
         """Given up for good, and not settled yet."""
@@ -70,17 +78,19 @@ class EarlyOffers:
         self._growing, self._abandoned = [], []
         return growing, abandoned
 
-    def allocated(self, request: RequestView) -> None:
-        """A request is about to be computed: if its client chose an id, it is offered from its first step on."""
+    def announced(self, request: RequestView) -> None:
+        """A new request, which may wait for its turn: if its client chose an id, it is offered from now on."""
         name = request.request_id
-        if self._lease_s is None or name in self._early or not wants_offer(request.params):
+        if self._terms is None or name in self._early or request.is_rejected or not wants_offer(request.params):
             return
         transfer_id = chosen(request)
         prompt_key = request.prompt_key() if transfer_id else ""
         if transfer_id is None or isinstance(prompt_key, str):
             return
-        self._early[name] = _Early(transfer_id, prompt_key, request.num_prompt_tokens)
-        self._door.open_offer(transfer_id, name, prompt_key, self._lease_s)
+        tables: tuple[list[int], ...] = tuple([] for _ in range(self._terms.num_groups))
+        self._early[name] = early = _Early(transfer_id, prompt_key, request.num_prompt_tokens, tables)
+        self._door.open_offer(transfer_id, name, prompt_key, self._terms.lease_s)
+        self._tell(name, early)
 
     def stepped(self, scheduled: Collection[ScheduledRequest], preempted: Collection[str]) -> None:
         """A step will compute this; every step before it has run, or will have when its orders are heard."""
@@ -92,23 +102,26 @@ class EarlyOffers:
                 self._advance(each, early)
 
     def _advance(self, each: ScheduledRequest, early: _Early) -> None:
-        early.tables = _extended(early.tables, each)
+        for table, new in zip(early.tables, each.blocks, strict=True) if each.blocks else ():
+            table.extend(new)
         computed = min(early.computed_by_step, each.num_computed, early.num_tokens)
         early.computed_by_step = each.num_computed + each.num_scheduled
-        if early.told is not None and computed < early.told:
+        if computed < early.told:
             self._give_up(each.request_id, f"computed again: told={early.told}, computed now={computed}")
-        elif early.told is None or computed > early.told:
+        elif computed > early.told:
             early.told = computed
-            tables: Tables = tuple(map(tuple, early.tables))
-            order = each.request_id, early.transfer_id, early.prompt_key, early.num_tokens, computed, tables
-            self._growing.append(GrowOffer(*order))
+            self._tell(each.request_id, early)
+
+    def _tell(self, request_id: RequestId, early: _Early) -> None:
+        tables: Tables = tuple(map(tuple, early.tables))
+        order = request_id, early.transfer_id, early.prompt_key, early.num_tokens, early.told, tables
+        self._growing.append(GrowOffer(*order))
 
     def _give_up(self, request_id: RequestId, reason: str) -> None:
         early = self._early.get(request_id)
         if early is not None and not early.is_given_up:
             early.is_given_up = True
-            if early.told is not None:
-                self._abandoned.append(AbandonOffer(request_id, reason))
+            self._abandoned.append(AbandonOffer(request_id, reason))
 
     def settled(self, request_id: RequestId) -> bool:
         """The door says that an offer serves nobody from now on; whether it is, or was, one of these."""
@@ -141,8 +154,7 @@ class EarlyOffers:
         self._give_up(request_id, "aborted")
         early = self._early.pop(request_id, None)
         if early is not None and not early.is_settled:
-            if early.told is not None:
-                self._ended.add(request_id)
+            self._ended.add(request_id)
             self._door.withdraw_offer(request_id, "aborted")
 
 
@@ -153,12 +165,3 @@ def chosen(request: RequestView) -> TransferId | None:
     except HandoverError as error:
         logger.warning("kvferry: request %s is offered under an id of ours: %s", request.request_id, error)
         return None
-
-
-def _extended(tables: tuple[list[int], ...], each: ScheduledRequest) -> tuple[list[int], ...]:
-    """The tables with the blocks that this step adds, or, at its first, brings."""
-    if not tables:
-        return tuple(map(list, each.blocks))
-    for table, new in zip(tables, each.blocks, strict=True) if each.blocks else ():
-        table.extend(new)
-    return tables

@@ -53,7 +53,7 @@ class ScheduledRequest(NamedTuple):
     num_computed: int
     num_scheduled: int
     blocks: Tables
-    """By cache group: all of its blocks at its first step, later those that this step adds, perhaps none."""
+    """By cache group: those that it is given for this step, at its first all; none at all if it is given none."""
 
 
 class RequestView(Protocol):

@@ -21,7 +21,7 @@ from kv_core.errors import CallerError
 from kv_core.ids import Incarnation, InstanceId, RequestId, TransferId
 from kv_core.keys import BlockKey
 from kv_core.spans import Span
-from kv_engine_adapter.early import EarlyOffers, chosen
+from kv_engine_adapter.early import EarlyOffers, EarlyTerms, chosen
 from kv_engine_adapter.families import Families
 from kv_engine_adapter.handover import (
     HandoverError,
@@ -92,7 +92,7 @@ class FerryScheduler:
         tokens_per_block: int,
         peers: KnownPeers,
         run_now: Callable[[StepOrders], None] | None = None,
-        early_lease_s: float | None = None,
+        early: EarlyTerms | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`shares_prefixes`: the engine keeps a prefix cache, so equal prompts wait for one load, not repeat it.
@@ -100,7 +100,7 @@ class FerryScheduler:
         `patience_s`: how long an idle engine is kept stepping for what its workers have open.
         `run_now` reaches a worker that shares our process: such an engine may stop stepping when its last request
         ends (offline use), and an offer that waits for a step would never be seen.
-        `early_lease_s`: see `EarlyOffers`.
+        `early`: see `EarlyOffers`.
         """
         self._identity = identity
         self._door = door
@@ -118,7 +118,7 @@ class FerryScheduler:
         self._offered: dict[RequestId, TransferId] = {}
         self._families = Families(lease_s, clock)
         self._pending = _Pending()
-        self.early = EarlyOffers(door, early_lease_s)
+        self.early = EarlyOffers(door, early)
         self._worker_gauges: Gauges = {}
         self._worker_change = clock()
         self._num_refused = 0

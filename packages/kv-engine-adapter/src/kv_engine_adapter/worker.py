@@ -64,9 +64,6 @@ class FerryWorker:
 
         And which tokens are computed: the work of this thread so far, and not what the step will add to it.
         """
-        for end in orders.abandoned:
-            self._growing.remove(end.request_id)
-            self._transceiver.abandon(end.request_id, end.reason)
         for each in orders.growing:
             if each.request_id in self._growing:
                 tables = self._kernel_tables(each.tables)
@@ -74,6 +71,9 @@ class FerryWorker:
             else:
                 self._growing.add(each.request_id)
                 self._offer(each, each.num_computed)
+        for end in orders.abandoned:
+            self._growing.remove(end.request_id)
+            self._transceiver.abandon(end.request_id, end.reason)
 
     def run(self, orders: StepOrders) -> None:
         """Start what else the scheduler side ordered; an offer opens before it settles."""

@@ -20,6 +20,7 @@ import msgspec
 from kv_core.errors import CallerError
 from kv_core.ids import Incarnation, InstanceId, Rank
 from kv_engine_adapter.config import FerryConfig, ferry_config
+from kv_engine_adapter.early import EarlyTerms
 from kv_engine_adapter.hooks import OrderedFaults
 from kv_engine_adapter.scheduler import FerryScheduler, Identity
 from kv_engine_adapter.vllm import compat, tensors, translate
@@ -47,7 +48,6 @@ class SchedulerSetup:
         refuse_unsupported(config)
         self._config = config
         self._ferry = ferry_config(_transfer_config(config).kv_connector_extra_config)
-        self._may_be_early = compat.TELLS_PREEMPTED and keeps_every_token(kv_cache_config)
 
     def start(
         self, cards: Sequence[RankCard], incarnation: Incarnation, workers: Sequence[FerryWorker] = ()
@@ -72,9 +72,13 @@ class SchedulerSetup:
             shares_prefixes=shares,
             tokens_per_block=self._config.cache_config.block_size,
             peers=self._ferry.peers,
-            early_lease_s=settings.max_lease_s if self._may_be_early else None,
+            early=EarlyTerms(settings.max_lease_s, len(self.model.windows)) if self._may_be_early() else None,
             run_now=workers[0].run_now if len(workers) == len(cards) == 1 else None,
         )
+
+    def _may_be_early(self) -> bool:
+        """Whether blocks may be read while their request is computed: it is told when they are taken back."""
+        return compat.TELLS_PREEMPTED and not any(self.model.windows)
 
 
 class WorkerSetup:
@@ -126,13 +130,6 @@ class WorkerSetup:
             chunked=self._model.is_chunked,
             convert_elements=self._ferry.convert_elements,
         )
-
-
-def keeps_every_token(kv_cache_config: "KVCacheConfig") -> bool:
-    """Whether no block is given up while its request is computed: else it may not be read meanwhile."""
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    bounds = ("sliding_window", "attention_chunk_size")
-    return not any(getattr(spec, bound, None) for spec in specs for bound in bounds)
 
 
 def log_like_vllm() -> None:
