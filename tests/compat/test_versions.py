@@ -30,6 +30,11 @@ READ = {
         "finished_sending", "finished_recving", "invalid_block_ids", "kv_connector_stats",
     },
     ("vllm.v1.core.kv_cache_manager", "KVCacheBlocks"): {"get_block_ids"},
+    ("vllm.v1.core.sched.output", "SchedulerOutput"): {
+        "scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens",
+    },
+    ("vllm.v1.core.sched.output", "NewRequestData"): {"req_id", "num_computed_tokens", "block_ids"},
+    ("vllm.v1.core.sched.output", "CachedRequestData"): {"req_ids", "num_computed_tokens", "new_block_ids"},
     ("vllm.v1.kv_cache_interface", "KVCacheConfig"): {"kv_cache_groups"},
 }  # fmt: skip
 """Attributes that the adapter reads of vLLM's objects."""

@@ -3,12 +3,11 @@
 import asyncio
 import re
 import secrets
-import time
 from typing import Any
 
 import pytest
 
-from kv_testing.answers import Question, ask, ask_by_hand, ask_with, complete, prefill_only
+from kv_testing.answers import Question, ask, ask_with, complete, prefill_only
 from kv_testing.servers import IS_OURS, LEASE_S, TOKENS_PER_STEP, wait_until
 from kv_testing.servers_hooks import bytes_received, open_things, reason_in_log, usage
 
@@ -69,31 +68,6 @@ def test_a_prefill_that_is_aborted_ends_its_load(fleet, run, tally, fresh_prompt
             break
     assert reason_in_log(decode, told), f"nobody left in the middle of {NUM_TRIES} prompts"
     _comes_to_rest(fleet)
-
-
-def test_the_answer_does_not_come_later_than_one_after_the_other(fleet, run, fresh_prompt, place):
-    """Medians of five turns each way; the early way saves the hand-over of all but the last step."""
-    early, late = [], []
-    for _ in range(5):
-        early.append(_seconds(run, lambda client: _both(client, fleet, _one_token(fresh_prompt), place)))
-        late.append(_seconds(run, lambda client: _in_turn(client, fleet, _one_token(fresh_prompt))))
-    early.sort(), late.sort()
-    print(f"\nto the first token, both at once: {early}; one after the other: {late}")
-    assert early[2] < 1.25 * late[2]
-
-
-def _one_token(fresh_prompt):
-    return Question((fresh_prompt(NUM_TOKENS),), num_answer_tokens=1)
-
-
-def _seconds(run, talk):
-    began = time.monotonic()
-    run(talk)
-    return time.monotonic() - began
-
-
-async def _in_turn(client, fleet, question):
-    return await ask_by_hand(client, fleet.engine("C1").url, fleet.engine("D1").url, question)
 
 
 async def _both(client, fleet, question, place, head_start_s=0.0, leaves_s=None):
