@@ -11,7 +11,9 @@ What NIXL 1.5.1 does here, as measured (2 cores, Linux 6.18, 2026-11-30; tests/t
 - POSIX loads without a GPU and uses Linux AIO, which on a file that is not opened with O_DIRECT copies within the post.
 - A short read, a file that is not open for it, a full disk (EFBIG, ENOSPC): all the same NIXL_ERR_BACKEND, without the
   number; the cause is in the library's own log.
-- GDS is found only where libcufile and a CUDA driver are; elsewhere its creation says NIXL_ERR_NOT_FOUND.
+- GDS is found only where libcufile and a CUDA driver are; elsewhere its creation says NIXL_ERR_NOT_FOUND. On an H200
+  without nvidia-fs it starts, and refuses each file when that is registered (cuFile 5027); files opened with O_TMPFILE
+  it refuses whatever the machine (5019).
 - A start takes 10-45 ms, a movement of any size 25-30 us more than a plain call (tools/bench/files.py).
 """
 
