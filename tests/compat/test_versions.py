@@ -29,12 +29,20 @@ READ = {
     ("vllm.v1.outputs", "KVConnectorOutput"): {
         "finished_sending", "finished_recving", "invalid_block_ids", "kv_connector_stats",
     },
-    ("vllm.v1.core.kv_cache_manager", "KVCacheBlocks"): {"get_block_ids"},
     ("vllm.v1.core.sched.output", "SchedulerOutput"): {
         "scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens",
     },
     ("vllm.v1.core.sched.output", "NewRequestData"): {"req_id", "num_computed_tokens", "block_ids"},
     ("vllm.v1.core.sched.output", "CachedRequestData"): {"req_ids", "num_computed_tokens", "new_block_ids"},
+    ("vllm.v1.core.kv_cache_manager", "KVCacheBlocks"): {"get_block_ids", "blocks"},
+    ("vllm.v1.core.kv_cache_manager", "KVCacheManager"): {"get_blocks", "block_pool"},
+    ("vllm.v1.core.block_pool", "BlockPool"): {"touch", "free_blocks"},
+    ("vllm.v1.core.kv_cache_utils", "KVCacheBlock"): {"block_id", "is_null"},
+    ("vllm.v1.kv_cache_interface", "KVCacheGroupSpec"): {"layer_names", "kv_cache_spec"},
+    ("vllm.v1.kv_cache_interface", "SlidingWindowSpec"): {"sliding_window"},
+    ("vllm.v1.kv_cache_interface", "ChunkedLocalAttentionSpec"): {"attention_chunk_size"},
+    ("vllm.v1.kv_cache_interface", "MLAAttentionSpec"): {"cache_dtype_str"},
+    ("vllm.config.model", "ModelConfig"): {"use_mla"},
     ("vllm.v1.kv_cache_interface", "KVCacheConfig"): {"kv_cache_groups"},
 }  # fmt: skip
 """Attributes that the adapter reads of vLLM's objects."""

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from model.make_tiny import ROOT, make_tiny  # noqa: E402
+from model.make_tiny import ROOT, SHAPES, make_tiny  # noqa: E402
 from model.tiny_tokenizer import FIRST_SPOKEN, VOCAB_SIZE  # noqa: E402
 
 TOKENS_PER_BLOCK = 16
@@ -175,3 +175,37 @@ def test_a_directory_with_other_content_is_never_replaced(tmp_path):
     with pytest.raises(SystemExit, match="not a tiny model"):
         make_tiny(0, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+OTHER_KINDS = [kind for kind in SHAPES if kind != "llama"]
+"""Models with other caches; that their answers listen to each block of each layer is seen end to end."""
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_other_kinds_have_the_same_bytes_again_and_another_seed_other_weights(kind, tmp_path):
+    first, again, other = (
+        make_tiny(seed, tmp_path / name, SHAPES[kind]) for seed, name in ((0, "a"), (0, "b"), (1, "c"))
+    )
+    assert digests(first) == digests(again)
+    assert {name for name in digests(first) if digests(first)[name] != digests(other)[name]} == {
+        "model.safetensors",
+        "recipe.json",
+    }
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_other_kinds_listen_to_every_token_that_they_see(kind, tmp_path):
+    """One token changed, anywhere in the last 64, and the answer moves; some answer is no constant."""
+    folder = make_tiny(0, tmp_path / kind, SHAPES[kind])
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    tokens = torch.tensor([random_prompt(160)])
+    right = torch.log_softmax(model(tokens).logits[0, -1].double(), -1)
+    top = right.topk(5).indices
+    for position in range(96, 159, 6):
+        changed = tokens.clone()
+        changed[0, position] = FIRST_SPOKEN + (changed[0, position] - FIRST_SPOKEN + 7) % (VOCAB_SIZE - FIRST_SPOKEN)
+        moved = torch.log_softmax(model(changed).logits[0, -1].double(), -1)
+        assert float((moved - right)[top].abs().max()) > 0.01, position
+    answer = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=32)[0, 160:]
+    assert len(set(answer.tolist())) > 8

@@ -23,8 +23,14 @@ _WINDOWS = {"SlidingWindowSpec": "sliding_window", "ChunkedLocalAttentionSpec": 
 _ATTENTION = {"FullAttentionSpec": FULL, "MLAAttentionSpec": LATENT, **dict.fromkeys(_WINDOWS, FULL)}
 """By the very class: those derived from these (sinks, reference windows, hidden states) keep something else."""
 
-_PLAIN_SPEC = {"kv_quant_mode": 0, "tokens_per_state": 1, "extra_retained_tokens": 0, "model_version": None}
-"""What a specification says of a cache that has one slot for each token and head."""
+_PLAIN_SPEC = {
+    "kv_quant_mode": 0,
+    "tokens_per_state": 1,
+    "compress_ratio": 1,
+    "extra_retained_tokens": 0,
+    "model_version": None,
+}
+"""What a specification says of a cache that has one slot for each token and head; versions have some of these."""
 
 
 @dataclass(frozen=True, slots=True)
