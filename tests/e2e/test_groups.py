@@ -34,19 +34,20 @@ NOTICEABLE = 0.01
 
 @pytest.fixture(scope="module")
 def fleet(request, models, tmp_path_factory):
-    """Engines of these models alone."""
-    pairs = [item.callspec.params.get("pair", ()) for item in _own_items(request) if hasattr(item, "callspec")]
-    names = {name for pair in pairs for name in pair} | {name for item in _own_items(request) for name in _named(item)}
+    """Engines of these models alone; those of a pair are started for its tests."""
+    ours = [item for item in request.session.items if item.module is request.module]
+    names = ENGINES if any(item.get_closest_marker("long") is None for item in ours) else ()
     with running_fleet("shm", models, tmp_path_factory.mktemp("fleet-groups"), names) as fleet:
         yield fleet
 
 
-def _own_items(request):
-    return [item for item in request.session.items if item.module is request.module]
-
-
-def _named(item):
-    return () if hasattr(item, "callspec") and "pair" in item.callspec.params else ENGINES
+@pytest.fixture(autouse=True)
+def few_engines(request, fleet):
+    """The engines of the long pairs run one pair at a time."""
+    pair = request.node.callspec.params.get("pair", ()) if hasattr(request.node, "callspec") else ()
+    for name in set(fleet.engines) - {*ENGINES, *pair}:
+        fleet.lose(name)
+    fleet.start([name for name in pair if name not in fleet.engines])
 
 
 def num_bytes(pair, num_tokens, num_known=0):
@@ -69,14 +70,14 @@ def _bytes_from(shape, starts, stop):
     return sum(stop - start for start in starts) * 2 * shape.num_kv_heads * shape.head_size * 4
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join, scope="module")
 @pytest.mark.parametrize("num_tokens", LENGTHS)
 def test_every_length_is_answered_right(fleet, run, tally, fresh_prompt, pair, num_tokens):
     moved = _moved(fleet, pair, run, tally, Question((fresh_prompt(num_tokens),)))
     assert moved == num_bytes(pair, num_tokens)
 
 
-@pytest.mark.parametrize("pair", [pair for pair in PAIRS if "H" in str(pair)], ids="-".join)
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if "H" in str(pair)], ids="-".join, scope="module")
 @pytest.mark.parametrize("known", [BLOCK, 4 * BLOCK])
 def test_only_what_the_decode_engine_lacks_travels(fleet, run, tally, fresh_prompt, pair, known):
     prompt = fresh_prompt(6 * BLOCK + 9)
