@@ -8,7 +8,7 @@ Law: only this thread touches the transport, from its opening to its close. A mo
      the thread sleeps. If it fails, what waits ends; what was posted may still be moving, and has no end.
 
 One turn:   calls -> a few posts -> poll all posts -> announce -> rest
-Rest:       not at all while things move; POLL_S and longer while posts are open; until woken when there are none.
+Rest:       a moment while things move; POLL_S and longer while posts are open; until woken when there are none.
 """
 
 import logging
@@ -35,7 +35,11 @@ POSTS_A_TURN = 4
 """So that polling, calls and other peers are never behind more than a few posts."""
 
 SPIN_S = 0.001
-"""How long after the last progress the thread looks again at once: a device moves 16 MiB in less than this."""
+"""How long after the last progress the thread looks again soon: a device moves 64 MiB in less than this."""
+
+LOOK_PAUSE_S = 50e-6
+"""Pause between such looks. Why not none: whoever gives up the interpreter and asks for it at once mostly gets it back
+before another thread has woken up, so that copies and messages wait for it, up to 5 ms at a time."""
 
 POLL_S = 0.001
 POLL_LIMIT_S = 0.02
@@ -288,7 +292,7 @@ class PumpedAgent(Generic[PostT]):
                 self.pulse.rests()
                 self._wake.wait(min(POLL_LIMIT_S, max(POLL_S, silent_s / 10)) if self._posts else None)
         if hot:
-            time.sleep(0)  # lets other Python threads run
+            time.sleep(LOOK_PAUSE_S)
         return True
 
     def _has_work(self) -> bool:
