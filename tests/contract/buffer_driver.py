@@ -12,7 +12,7 @@ from typing import Any
 from contract.case import UnknownKind
 from contract.transfer_states import DTYPES
 from kv_core.errors import CallerError, CapacityError
-from kv_transfer.config import TransferConfig
+from kv_transfer.config import TransferConfig, default_arena_bytes
 from kv_transfer.plan.elements import ITEM_BYTES
 from kv_transfer.plan.sizing import staging_bytes
 from kv_transfer.regions import Region, host_region
@@ -130,7 +130,7 @@ def _buffer_bytes(config: dict[str, Any]) -> int:
     if "transfer_buffer_bytes" in config:
         return int(config["transfer_buffer_bytes"])
     if config["max_num_tokens"] is None:
-        return TransferConfig().send_arena_bytes
+        return default_arena_bytes(None)
     planes = 1 if config["cache_type"] == "self_k_only" else 2
     item = ITEM_BYTES[DTYPES[config["dtype"]]]
     token = prod(config[key] for key in ("num_layers", "num_kv_heads", "size_per_head")) * planes * item

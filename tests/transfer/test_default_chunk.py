@@ -1,14 +1,21 @@
-"""The largest chunk a rank offers: as configured, else by its device and arenas."""
+"""The largest chunk a rank offers, and its arenas: as configured, else by its device."""
 
 import pytest
 
-from kv_transfer.config import ConfigError, TransferConfig, default_chunk_bytes
+from kv_transfer.config import ConfigError, TransferConfig, default_arena_bytes, default_chunk_bytes
 from kv_transfer.thresholds import MIB
 
 
 def test_a_gpu_gets_larger_chunks():
-    assert default_chunk_bytes("cuda") == 64 * MIB
+    assert default_chunk_bytes("cuda") == 256 * MIB
     assert default_chunk_bytes("cpu") == 8 * MIB
+
+
+@pytest.mark.parametrize(
+    ("device_gib", "arena_mib"), [(None, 256), (8, 256), (24, 256), (32, 512), (80, 1024), (141, 2048), (1000, 2048)]
+)
+def test_an_arena_is_a_small_part_of_a_gpu(device_gib, arena_mib):
+    assert default_arena_bytes(device_gib and device_gib << 30) == arena_mib * MIB
 
 
 def test_small_arenas_need_no_word_on_chunks():
@@ -18,3 +25,9 @@ def test_small_arenas_need_no_word_on_chunks():
 def test_a_chunk_that_was_asked_for_must_fit():
     with pytest.raises(ConfigError, match="send_arena_bytes is out of range"):
         TransferConfig(chunk_bytes=2 * MIB, send_arena_bytes=MIB)
+
+
+def test_a_chunk_must_fit_into_the_arena_that_nobody_asked_for():
+    assert TransferConfig(chunk_bytes=256 * MIB).send_arena_bytes is None
+    with pytest.raises(ConfigError, match="send_arena_bytes is out of range"):
+        TransferConfig(chunk_bytes=257 * MIB)

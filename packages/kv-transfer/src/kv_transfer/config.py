@@ -13,7 +13,7 @@ from typing import Final
 from kv_core.errors import CallerError
 from kv_transfer.agent.cards import MemoryKind
 from kv_transfer.protocol.codec import MAX_MESSAGE_BYTES
-from kv_transfer.thresholds import CHUNK, IN_PLACE_RUN, MIB
+from kv_transfer.thresholds import ARENA, CHUNK, IN_PLACE_RUN, MIB
 
 WILDCARDS: Final = frozenset({"0.0.0.0", "::", "*", ""})
 """Addresses one can listen at, but nobody can call."""
@@ -22,6 +22,17 @@ WILDCARDS: Final = frozenset({"0.0.0.0", "::", "*", ""})
 def default_chunk_bytes(device_type: str) -> int:
     """The default of `chunk_bytes` for caches on such a device ("cpu", "cuda")."""
     return CHUNK.get(device_type, CHUNK["cpu"]).num_bytes
+
+
+ARENA_BYTES: Final = 256 * MIB
+ARENA_SHARE: Final = 64
+"""An arena that nobody has asked for takes at most this part of a GPU's memory, or `ARENA_BYTES`."""
+
+
+def default_arena_bytes(device_bytes: int | None) -> int:
+    """The default of `send_arena_bytes` and `receive_arena_bytes`; of a GPU of so much memory, or of a host (None)."""
+    part = 0 if device_bytes is None else device_bytes // ARENA_SHARE
+    return max(ARENA_BYTES, min(ARENA.num_bytes, 1 << max(0, part.bit_length() - 1)))
 
 
 MIN_CHUNK_BYTES: Final = 64
@@ -94,12 +105,13 @@ class TransferConfig:
     """How long the end of a session or an offer is remembered."""
 
     chunk_bytes: int | None = None
-    """Largest chunk; a pair of ranks uses the smaller of both limits. None: 64 MiB on a GPU, else 8 MiB
-    (`default_chunk_bytes`), and as the arenas hold."""
-    send_arena_bytes: int = 256 * MIB
-    """Staging memory of each rank for what it sends."""
-    receive_arena_bytes: int = 256 * MIB
-    """Staging memory of each rank for what it receives."""
+    """Largest chunk; a pair of ranks uses the smaller of both limits. None: 256 MiB on a GPU, else 8 MiB
+    (`default_chunk_bytes`), and at most a quarter of an arena."""
+    send_arena_bytes: int | None = None
+    """Staging memory of each rank for what it sends. None: 256 MiB; on a GPU a 64th of its memory, if that is more, in
+    powers of two up to 2 GiB."""
+    receive_arena_bytes: int | None = None
+    """Staging memory of each rank for what it receives. None: as `send_arena_bytes`."""
     chunks_in_flight: int = 4
     """Most chunks of one session that are granted, or being written, at once."""
     checksum: bool = True
@@ -133,7 +145,8 @@ class TransferConfig:
             if (got := getattr(self, field)) is not None:
                 _check_range(field, got, least, most)
         for field in ("send_arena_bytes", "receive_arena_bytes"):
-            _check_range(field, getattr(self, field), self.chunk_bytes or MIN_CHUNK_BYTES, MAX_ARENA_BYTES)
+            arena_bytes = getattr(self, field) or ARENA_BYTES
+            _check_range(field, arena_bytes, self.chunk_bytes or MIN_CHUNK_BYTES, MAX_ARENA_BYTES)
 
     def _check_address(self) -> None:
         if self.advertised_host is None and self.bind_host in WILDCARDS:

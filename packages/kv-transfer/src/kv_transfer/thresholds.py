@@ -54,20 +54,29 @@ CHUNK: Final = {
         "chosen, not measured: a few chunks fit into the arenas of a small host",
     ),
     "cuda": Threshold(
-        64 * MIB,
-        "NVIDIA H200",
+        256 * MIB,
+        "2x NVIDIA H200, NVLink",
         "2026-11-30",
-        "python tools/bench/kernels.py",
-        "computed from the rate of a gather: copying 8 MiB takes 4 us, its launch and messages far more",
+        "python tools/bench/gpu_paths.py --cases swept",
+        "a chunk costs 1.5 to 2 ms of the host, whatever its size: 18, 30, 69, 107 GB/s with 32, 64, 128, 256 MiB",
     ),
 }
 """Largest chunk, by the device of the caches."""
 
 DEVICE_POST: Final = Threshold(
-    64 * MIB,
+    256 * MIB,
     "2x NVIDIA H200, NVLink",
-    "2026-11",
-    "one NIXL READ of 1 GiB, whole and in pieces",
-    "computed: at 270 GB/s a chunk of 64 MiB moves in 0.25 ms, about what making and ending four posts costs",
+    "2026-11-30",
+    "python tools/bench/gpu_paths.py --cases swept",
+    "chunks of 128 MiB: 60 GB/s in posts of 16 MiB, 69 in one post",
 )
 """Most bytes of one post to NIXL between GPUs, where a post does not block while bytes move."""
+
+ARENA: Final = Threshold(
+    2 << 30,
+    "2x NVIDIA H200, NVLink",
+    "2026-11-30",
+    "python tools/bench/gpu_paths.py --cases swept",
+    "four chunks of 256 MiB under way to one peer, which may have half of an arena",
+)
+"""Largest arena on a GPU that nobody has asked for."""

@@ -27,7 +27,7 @@ from kv_core.ids import Incarnation, InstanceId, Rank, RequestId, TransferId
 from kv_core.spans import ceil_div
 from kv_transfer.agent.base import Agent
 from kv_transfer.agent.cards import AgentCard
-from kv_transfer.config import TransferConfig, default_chunk_bytes
+from kv_transfer.config import TransferConfig, default_arena_bytes, default_chunk_bytes
 from kv_transfer.copies import Copier
 from kv_transfer.core import Core
 from kv_transfer.direct.base import DirectDoor
@@ -97,7 +97,8 @@ class Transceiver:
         """
         caches.check(state, state.share_of(rank))
         device = caches.planes[0].device if caches.planes else torch.device("cpu")
-        send, receive = (Arena(_region(size, device)) for size in (config.send_arena_bytes, config.receive_arena_bytes))
+        sizes = (config.send_arena_bytes, config.receive_arena_bytes)
+        send, receive = (Arena(_region(size or default_arena_bytes(_memory_of(device)), device)) for size in sizes)
         faults, ranges = faults or NoFaults(), ranges_for(device)
         self._reports: deque[TransferReport] = deque(maxlen=MAX_UNTOLD)
         self._reactor = Reactor(f"kvferry-rank-{rank}", config, faults)
@@ -304,14 +305,10 @@ class Transceiver:
 def _card_of(
     config: TransferConfig, rank: Rank, state: CacheState, port: int, arenas: Sequence[Arena], device_type: str
 ) -> RankCard:
-    chunk_bytes = config.chunk_bytes or default_chunk_bytes(device_type)
-    return RankCard(
-        rank=rank,
-        host=config.call_host,
-        port=port,
-        state=state,
-        max_chunk_bytes=min(chunk_bytes, *(arena.max_lease_bytes for arena in arenas)),
-    )
+    largest = min(arena.max_lease_bytes for arena in arenas)
+    # Why a quarter: a chunk that fills an arena waits for the one before it.
+    chunk_bytes = config.chunk_bytes or min(default_chunk_bytes(device_type), largest // 4)
+    return RankCard(rank=rank, host=config.call_host, port=port, state=state, max_chunk_bytes=min(chunk_bytes, largest))
 
 
 def _prepared(agent: Agent, arenas: Sequence[Arena], reactor: Reactor) -> AgentCard:
@@ -320,6 +317,11 @@ def _prepared(agent: Agent, arenas: Sequence[Arena], reactor: Reactor) -> AgentC
         agent.register(arena.region)
     agent.on_completion(reactor.wake)
     return agent.card()
+
+
+def _memory_of(device: torch.device) -> int | None:
+    """Bytes that a GPU has; None for a host."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def _region(num_bytes: int, device: torch.device) -> Region:
