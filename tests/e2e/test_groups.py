@@ -7,7 +7,16 @@ groups of two layers that share one memory. The latent one has the shape of Deep
 import pytest
 from model.make_tiny import SHAPES
 
-from kv_testing.answers import Question, ask, ask_by_hand, ask_with, largest_move, prefill_only
+from kv_testing.answers import (
+    PREFILL_PARAMS,
+    Question,
+    ask,
+    ask_by_hand,
+    ask_with,
+    complete,
+    largest_move,
+    prefill_only,
+)
 from kv_testing.servers import DEADLINE_S, IS_OURS, TOKENS_PER_BLOCK, running_fleet, wait_until
 from kv_testing.servers_hooks import KEY, VALUE, bytes_received, corrupt_block, open_things
 
@@ -114,6 +123,17 @@ def test_a_spoilt_block_is_heard(fleet, run, fresh_prompt, pair, layer, plane):
         moves[block] = largest_move(answer, alone)
     unseen = {0, 1} if (pair[1], layer) == ("HD1", SLIDING) else set()
     assert {block for block, move in moves.items() if move < NOTICEABLE} == unseen, moves
+
+
+def test_the_last_window_of_a_prompt_is_kept_while_its_engine_answers_too(fleet, run, tally, fresh_prompt):
+    """By then the windows of the prefill engine have left the prompt behind."""
+    question = Question((fresh_prompt(5 * BLOCK + 3),))
+    body = question.body() | {"max_tokens": WINDOW + BLOCK, "kv_transfer_params": dict(PREFILL_PARAMS)}
+    reply = run(lambda client: complete(client, fleet.engine("HP1").url, body))
+    before = bytes_received(fleet.engine("HD1"))
+    answers = run(lambda client: ask_with(client, fleet.engine("HD1").url, question, reply["kv_transfer_params"]))
+    assert bytes_received(fleet.engine("HD1")) - before == num_bytes(("HP1", "HD1"), len(question.prompts[0]))
+    tally.demand_right(answers, run(lambda client: ask(client, fleet.engine("HP1").url, question)))
 
 
 def test_a_load_that_fails_is_computed_by_a_model_of_several_groups(fleet, run, tally, fresh_prompt):
