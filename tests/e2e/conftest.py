@@ -33,17 +33,20 @@ def fleet(
 ) -> Iterator[Fleet]:
     """The engines over one transport. pytest runs all tests of one transport before the next fleet starts."""
     folder = tmp_path_factory.mktemp(f"fleet-{request.param}")
-    names = {name for item in request.session.items for name in _wanted(item)} & set(ROLES)
+    names = {name for item in request.session.items for name in _wanted(item, request.param)} & set(ROLES)
     with running_fleet(request.param, models, folder, names) as fleet:
         yield fleet
 
 
-def _wanted(item: pytest.Item) -> set[str]:
+def _wanted(item: pytest.Item, transport: str) -> set[str]:
     """The engines a test will use: those of its pair and the one that answers alone, or those its module names."""
     is_ours = item.path.is_relative_to(Path(__file__).parent)
     if not is_ours or not isinstance(item, pytest.Function) or "fleet" not in item.fixturenames:
         return set()
-    pair = item.callspec.params.get("pair") if hasattr(item, "callspec") else None
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    if params.get("fleet", transport) != transport:
+        return set()
+    pair = params.get("pair")
     return {*pair, "P1"} if isinstance(pair, tuple) else set(item.module.ENGINES)
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import pytest
 
 from kv_testing.answers import Question, ask, ask_with, prefill_only
-from kv_testing.servers import IS_OURS, LEASE_S, wait_until
+from kv_testing.servers import IS_OURS, LEASE_S, SHARED_MEMORY_FIRST, wait_until
 from kv_testing.servers_hooks import open_things, usage
 
-pytestmark = [pytest.mark.vllm, pytest.mark.nixl, pytest.mark.timeout(900)]
+pytestmark = [SHARED_MEMORY_FIRST, pytest.mark.vllm, pytest.mark.nixl, pytest.mark.timeout(900)]
 
 NUM_REQUESTS = 32
 LONGEST_PROMPT = 400

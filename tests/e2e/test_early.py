@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from kv_testing.answers import Question, ask, ask_with, complete, prefill_only
-from kv_testing.servers import IS_OURS, LEASE_S, TOKENS_PER_STEP, wait_until
+from kv_testing.servers import IS_OURS, LEASE_S, SHARED_MEMORY_FIRST, TOKENS_PER_STEP, wait_until
 from kv_testing.servers_hooks import bytes_received, open_things, reason_in_log, usage
 
 ENGINES = ("C1", "D1")
 pytestmark = [
+    SHARED_MEMORY_FIRST,
     pytest.mark.vllm,
     pytest.mark.nixl,
     pytest.mark.timeout(900),

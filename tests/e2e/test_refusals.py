@@ -5,11 +5,12 @@ import re
 import pytest
 
 from kv_testing.answers import Question, RefusedError, ask, ask_with, prefill_only
-from kv_testing.servers import DEADLINE_S, IS_OURS, wait_until
+from kv_testing.servers import DEADLINE_S, IS_OURS, SHARED_MEMORY_FIRST, wait_until
 from kv_testing.servers_hooks import bytes_received, open_things
 
 ENGINES = ("P1", "X1", "D1", "D2")
 pytestmark = [
+    SHARED_MEMORY_FIRST,
     pytest.mark.vllm,
     pytest.mark.nixl,
     pytest.mark.timeout(900),

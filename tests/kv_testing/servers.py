@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+import pytest
 
 from kv_engine_adapter.cli.engines import (
     MODEL_NAME,
@@ -43,6 +44,11 @@ TRANSPORTS: Mapping[str, Mapping[str, str]] = {
     "tcp": {"UCX_LOG_LEVEL": "info", "UCX_TLS": "tcp"},
 }
 """UCX finds shared memory by itself; told to use TCP alone, two engines talk as if on two hosts. It logs its choice."""
+
+SHARED_MEMORY_FIRST = pytest.mark.parametrize(
+    "fleet", ["shm", pytest.param("tcp", marks=pytest.mark.long)], indirect=True, scope="session"
+)
+"""For tests of what does not depend on the transport: over TCP in the long version only."""
 
 # Another connector shows whether a failure is the harness's or ours; tests that need our hooks are then left out.
 CONNECTOR = os.environ.get("E2E_CONNECTOR", "FerryConnector")
