@@ -33,7 +33,7 @@ SLIDING, FULL = 0, 2
 """A layer of the hybrid model that slides, and one that sees all."""
 OTHER_PAIRS = [
     *[("HP2", "HD1"), ("HP1", "HD2"), ("LP2", "LD1"), ("LP1", "LD2")],
-    *[("WP1", "WD1"), ("CP1", "CD1"), ("NP1", "ND1")],
+    *[("WP1", "WD1"), ("CP1", "CD1"), ("MP1", "MD1"), ("NP1", "ND1")],
 ]
 PAIRS = [("HP1", "HD1"), ("LP1", "LD1"), *(pytest.param(pair, marks=pytest.mark.long) for pair in OTHER_PAIRS)]
 LENGTHS = [1, WINDOW - 1, WINDOW + 2 * BLOCK - 1, 6 * BLOCK + 9]

@@ -6,6 +6,7 @@ Out: named engines: P1, P2 prefill and D1, D2 decode (the digit is the number of
 Law: one fleet runs at a time, and nothing of it outlives the tests, however they end.
 """
 
+import json
 import os
 import sys
 import time
@@ -80,6 +81,12 @@ ROLES: Mapping[str, Role] = {
 # Prompts are computed in several steps, so that windows move on before the end.
 _IN_STEPS = ("--max-num-batched-tokens", "128")
 _ALL_KEPT = ("--disable-hybrid-kv-cache-manager",)
+# The last one counts: ours as a child of vLLM's connector of several.
+_CHILD = {"kv_connector": "FerryConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+_UNDER_MULTI = (
+    "--kv-transfer-config",
+    json.dumps(_CHILD | {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [_CHILD]}}),
+)
 GROUP_ROLES: Mapping[str, Role] = {
     "HP1": Role("hybrid", 1, ("0",), extra_arguments=_IN_STEPS),
     "HD1": Role("hybrid", 1, ("1",)),
@@ -89,6 +96,8 @@ GROUP_ROLES: Mapping[str, Role] = {
     "WD1": Role("windows", 1, ("1",)),
     "CP1": Role("chunks", 1, ("0",), extra_arguments=_IN_STEPS),
     "CD1": Role("chunks", 1, ("1",)),
+    "MP1": Role("hybrid", 1, ("0",), extra_arguments=(*_IN_STEPS, *_UNDER_MULTI)),
+    "MD1": Role("hybrid", 1, ("1",), extra_arguments=_UNDER_MULTI),
     "NP1": Role("hybrid", 1, ("0",), extra_arguments=(*_IN_STEPS, *_ALL_KEPT)),
     "ND1": Role("hybrid", 1, ("1",), extra_arguments=_ALL_KEPT),
     "LP1": Role("latent", 1, ("0",)),
@@ -96,8 +105,8 @@ GROUP_ROLES: Mapping[str, Role] = {
     "LP2": Role("latent", 2, ("0", "1")),
     "LD2": Role("latent", 2, ("0", "1")),
 }
-"""Engines of models with other cache groups: hybrid (H), hybrid with all tokens kept (N), windows alone (W), local
-chunks (C), latent attention (L)."""
+"""Engines of models with other cache groups: hybrid (H), under MultiConnector (M), with all tokens kept (N), windows
+alone (W), local chunks (C), latent attention (L)."""
 
 
 @dataclass(slots=True)
