@@ -38,6 +38,9 @@ NUM_SCHEDULES = 4_000
 NUM_STRETCHES, NUM_A_STRETCH = 10, 100_000
 SHARD = 10_000_000
 
+BROKEN_ONCE = [20761]
+"""A run that was refused by a rank whose agent had failed asked the next run of it no more."""
+
 Patch = Callable[[pytest.MonkeyPatch], dict[str, object]]
 
 
@@ -69,6 +72,11 @@ def test_many_schedules_keep_the_laws(stretch: int) -> None:
     """A million in all, 10 ms each on one core (AMD EPYC, 2026-11-30): 3 hours; other seeds, other schedules."""
     first = SHARD * (1 + int(os.environ.get("KVFERRY_SEED", "0"))) + stretch * NUM_A_STRETCH
     _play(range(first, first + NUM_A_STRETCH), {})
+
+
+@pytest.mark.parametrize("seed", BROKEN_ONCE)
+def test_schedules_that_once_broke_a_law_keep_them(seed: int) -> None:
+    schedule.run(seed)
 
 
 def test_a_seed_replays_exactly() -> None:

@@ -168,9 +168,9 @@ class Receiver:
             self._greeted(session)
 
     def peer_refused(self, peer: Peer, why: str) -> None:
-        """We cannot exchange with this peer."""
+        """We cannot exchange with this run of the peer; what is remembered of it may be of a run that is over."""
         for session in self._with(peer):
-            self._fail_load(session, f"{peer} and we cannot exchange: {why}")
+            self._listener.session_failed(session, f"{peer} and we cannot exchange: {why}", is_outdated=True)
 
     def peer_died(self, peer: Peer, why: str) -> None:
         """The peer writes no more."""
