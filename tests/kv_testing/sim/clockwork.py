@@ -26,6 +26,9 @@ NEXT_S = 1e-6
 """The least step to a timer that is due: it must not come before its time by a rounding error."""
 
 
+CALM_COPY_S = 0.02
+
+
 class Violation(AssertionError):
     """A law of the session layer is broken."""
 
@@ -71,6 +74,11 @@ class Clockwork:
             self.num_events += 1
             run()
         self.now = end
+
+    @property
+    def copy_s(self) -> float:
+        """How long a copy takes at most now: slow ones, too, are weather. Dozens in a row would outlast a deadline."""
+        return self.weather.copy_s if self.now < self.weather.calm_at else min(self.weather.copy_s, CALM_COPY_S)
 
     def hits(self, chance: float) -> bool:
         """Whether something of this chance goes wrong now."""

@@ -290,7 +290,7 @@ class SimCopies:
 
     def _begin(self) -> None:
         clockwork = self._process.clockwork
-        clockwork.after(clockwork.weather.copy_s * clockwork.dice.random(), self._finish)
+        clockwork.after(clockwork.copy_s * clockwork.dice.random(), self._finish)
 
     def _finish(self) -> None:
         """Its thread stops and dies with its process."""
