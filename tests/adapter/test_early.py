@@ -188,3 +188,12 @@ def test_an_engine_that_gives_up_blocks_meanwhile_offers_under_the_id_at_the_end
 def test_a_decode_request_is_never_early(scheduler, door):
     scheduler.early.announced(FakeRequest(P, [1, 2], {"do_remote_prefill": True, "transfer_id": CHOSEN}))
     assert (door.offers, len(scheduler.early)) == ([], 0)
+
+
+def test_a_request_that_is_loaded_as_well_is_never_early(scheduler, door):
+    """It ends as a load, and nobody would take its blocks back from the workers."""
+    load = {"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_port": 5000}
+    request = FakeRequest(P, list(range(NUM_TOKENS)), load | {"do_remote_decode": True, "transfer_id": CHOSEN})
+    assert begun(scheduler, request).growing == ()
+    assert scheduler.finished(request, ((5, 8, 2),), complete=True) == (False, None)
+    assert (door.offers, len(scheduler.early), scheduler.take_orders().offers) == ([], 0, ())

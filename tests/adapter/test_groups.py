@@ -222,6 +222,17 @@ def test_a_request_that_begins_anew_keeps_its_new_blocks():
     assert engine.num_free == at_rest
 
 
+def test_a_preempted_request_keeps_nothing_from_others():
+    """Else requests that wait to begin anew could hold all the blocks that they need for it."""
+    engine = Engine(spec("FullAttentionSpec"), spec("SlidingWindowSpec", **WINDOW))
+    at_rest, request = engine.num_free, request_of(33)
+    engine.windows.watch("r", 33)
+    engine.compute(request, 33)
+    engine.manager.free(request)
+    engine.windows.keep(["r", "somebody else"])
+    assert (engine.num_free, len(engine.windows)) == (at_rest, 0)
+
+
 def test_nothing_is_watched_without_windows():
     engine = Engine(spec("FullAttentionSpec"))
     engine.windows.watch("r", 33)

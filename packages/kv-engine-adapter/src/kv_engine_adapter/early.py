@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from kv_core.ids import RequestId, TransferId
 from kv_core.keys import BlockKey
-from kv_engine_adapter.handover import HandoverError, chosen_transfer, wants_offer
+from kv_engine_adapter.handover import HandoverError, chosen_transfer, wants_load, wants_offer
 from kv_engine_adapter.orders import AbandonOffer, GrowOffer, Tables
 from kv_engine_adapter.ports import Door, RequestView, ScheduledRequest
 
@@ -81,7 +81,10 @@ class EarlyOffers:
     def announced(self, request: RequestView) -> None:
         """A new request, which may wait for its turn: if its client chose an id, it is offered from now on."""
         name = request.request_id
-        if self._terms is None or name in self._early or request.is_rejected or not wants_offer(request.params):
+        if self._terms is None or name in self._early or request.is_rejected:
+            return
+        # Why: a request that is loaded ends as one, and is never offered.
+        if not wants_offer(request.params) or wants_load(request.params):
             return
         transfer_id = chosen(request)
         prompt_key = request.prompt_key() if transfer_id else ""

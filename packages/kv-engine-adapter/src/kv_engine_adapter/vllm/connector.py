@@ -114,9 +114,10 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
         self._scheduling.early.announced(view)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
-        self._windows.keep()
+        preempted = compat.preempted(scheduler_output)
+        self._windows.keep(preempted)
         if early := self._scheduling.early:
-            early.stepped(scheduled_requests(scheduler_output, early), compat.preempted(scheduler_output))
+            early.stepped(scheduled_requests(scheduler_output, early), preempted)
         return FerryMetadata(self._scheduling.take_orders())
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:

@@ -2,7 +2,7 @@
 
 In:  prefill requests that are to be offered, vLLM's KV cache manager, the window of each group.
 Out: block tables in which the last prompt token still finds all that it sees.
-Law: a block kept is given back once: when its request ends unoffered, is computed anew, or is reported as sent.
+Law: a block kept is given back once: when its request ends unoffered, is preempted, or is reported as sent.
 
     tokens      ... | N-W ...... N-2   N-1 | N ...         prompt of N tokens, window W that counts the token itself
     decode          [ reads N-W to N-2     ) and computes N-1
@@ -10,7 +10,7 @@ Law: a block kept is given back once: when its request ends unoffered, is comput
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -58,8 +58,13 @@ class WindowBlocks:
         if self._manager is not None and any(self._model.windows):
             self._watched[request_id] = _Watched(num_prompt_tokens)
 
-    def keep(self) -> None:
-        """Once a step, before it runs: keep the last windows of the prompts that will be computed to their end."""
+    def keep(self, preempted: Iterable[str] = ()) -> None:
+        """Once a step, before it runs: keep the last windows of the prompts that will be computed to their end.
+
+        What was kept of a preempted request goes back: it begins anew, and may need these very blocks to do so.
+        """
+        for request_id in preempted:
+            self.forget(request_id)
         for request_id, watched in self._watched.items():
             if not watched.blocks:
                 self._keep(request_id, watched)
@@ -75,7 +80,7 @@ class WindowBlocks:
         return tuple(map(tuple, full))
 
     def forget(self, request_id: str) -> None:
-        """The request is sent, or never will be: the engine may have its blocks back."""
+        """The request is sent, or will not be, or is preempted: the engine may have its blocks back."""
         watched = self._watched.pop(request_id, None)
         if watched is not None and watched.blocks:
             assert self._manager is not None, "law: only what a manager gave is kept"
