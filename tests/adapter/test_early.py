@@ -29,7 +29,7 @@ def scheduler(door):
     return make(door)
 
 
-TERMS = EarlyTerms(lease_s=600.0, num_groups=1)
+TERMS = EarlyTerms(lease_s=600.0, num_groups=1, tokens_per_block=32)
 
 
 def make(door, early=TERMS):
@@ -75,6 +75,16 @@ def test_a_step_is_told_with_the_orders_of_the_next(scheduler, door):
     orders = scheduler.take_orders()
     assert [(each.request_id, each.transfer_id) for each in orders.offers] == [(P, CHOSEN)]
     assert (orders.abandoned, door.restarted, len(door.offers)) == ((), [P], 1)
+
+
+def test_blocks_behind_the_prompt_are_not_told(scheduler):
+    """They may be gone when the request has finished, and a table that was told does not shrink."""
+    request = prefill()
+    scheduler.early.announced(request)
+    step(scheduler, 0, NUM_TOKENS, ((5, 8, 2),))
+    assert told(step(scheduler, NUM_TOKENS, 30, ((9,),))) == [(NUM_TOKENS, ((5, 8, 2),))]
+    assert scheduler.finished(request, ((5, 8, 2),), complete=True)[0]
+    assert [each.tables for each in scheduler.take_orders().offers] == [((5, 8, 2),)]
 
 
 def test_what_was_there_before_the_first_step_is_told_after_it(scheduler):

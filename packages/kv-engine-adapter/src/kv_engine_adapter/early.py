@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from kv_core.ids import RequestId, TransferId
 from kv_core.keys import BlockKey
+from kv_core.spans import ceil_div
 from kv_engine_adapter.handover import HandoverError, chosen_transfer, wants_load, wants_offer
 from kv_engine_adapter.orders import AbandonOffer, GrowOffer, Tables
 from kv_engine_adapter.ports import Door, RequestView, ScheduledRequest
@@ -43,10 +44,11 @@ class _Early:
 
 
 class EarlyTerms(NamedTuple):
-    """How long an offer may wait until its prompt is computed, and how many block tables a request has."""
+    """How long an offer may wait until its prompt is computed; how many block tables a request has, of which blocks."""
 
     lease_s: float
     num_groups: int
+    tokens_per_block: int
 
 
 class EarlyOffers:
@@ -116,7 +118,10 @@ class EarlyOffers:
             self._tell(each.request_id, early)
 
     def _tell(self, request_id: RequestId, early: _Early) -> None:
-        tables: Tables = tuple(map(tuple, early.tables))
+        assert self._terms is not None, "law: without terms nothing is early"
+        # Why cut: a block for tokens behind the prompt may be gone at the end, if they were guessed and refused.
+        num_blocks = ceil_div(early.num_tokens, self._terms.tokens_per_block)
+        tables: Tables = tuple(tuple(table[:num_blocks]) for table in early.tables)
         order = request_id, early.transfer_id, early.prompt_key, early.num_tokens, early.told, tables
         self._growing.append(GrowOffer(*order))
 

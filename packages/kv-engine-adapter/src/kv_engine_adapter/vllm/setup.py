@@ -72,13 +72,15 @@ class SchedulerSetup:
             shares_prefixes=shares,
             tokens_per_block=self._config.cache_config.block_size,
             peers=self._ferry.peers,
-            early=EarlyTerms(settings.max_lease_s, len(self.model.windows)) if self._may_be_early() else None,
+            early=self._early_terms(settings),
             run_now=workers[0].run_now if len(workers) == len(cards) == 1 else None,
         )
 
-    def _may_be_early(self) -> bool:
-        """Whether blocks may be read while their request is computed: it is told when they are taken back."""
-        return compat.TELLS_PREEMPTED and not any(self.model.windows)
+    def _early_terms(self, settings: TransferConfig) -> EarlyTerms | None:
+        """None where blocks may not be read while their request is computed: it is not told when they are taken back."""
+        if not compat.TELLS_PREEMPTED or any(self.model.windows):
+            return None
+        return EarlyTerms(settings.max_lease_s, len(self.model.windows), self.model.block_size)
 
 
 class WorkerSetup:
