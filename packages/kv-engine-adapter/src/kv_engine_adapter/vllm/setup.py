@@ -77,7 +77,7 @@ class SchedulerSetup:
         )
 
     def _early_terms(self, settings: TransferConfig) -> EarlyTerms | None:
-        """None where blocks may not be read while their request is computed: it is not told when they are taken back."""
+        """None where blocks may not be read while they are computed, since nobody is told when they are taken back."""
         if not compat.TELLS_PREEMPTED or any(self.model.windows):
             return None
         return EarlyTerms(settings.max_lease_s, len(self.model.windows), self.model.block_size)
