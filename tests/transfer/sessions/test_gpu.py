@@ -67,6 +67,7 @@ def test_a_gather_waits_for_what_the_engine_has_queued(world):
 
 def test_control_without_the_event_it_reads_too_early(world, monkeypatch):
     p, d = world
+    _hand_over(p, d, "first")  # memory and kernels of the lanes are there: making them waits for the whole device
     monkeypatch.setattr(Mover, "mark", lambda mover: None)
     p.work_before = nap
     d.order(p, p.offer("p0"))

@@ -33,7 +33,7 @@ from kv_transfer.tombstones import Tombstones
 
 pytestmark = pytest.mark.drawn
 
-NUM_SCHEDULES = 4_000
+NUM_SCHEDULES = 20_000
 """About 10 ms each on one core."""
 NUM_STRETCHES, NUM_A_STRETCH = 10, 100_000
 SHARD = 10_000_000
