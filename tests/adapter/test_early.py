@@ -207,3 +207,41 @@ def test_a_request_that_is_loaded_as_well_is_never_early(scheduler, door):
     assert begun(scheduler, request).growing == ()
     assert scheduler.finished(request, ((5, 8, 2),), complete=True) == (False, None)
     assert (door.offers, len(scheduler.early), scheduler.take_orders().offers) == ([], 0, ())
+
+
+def test_an_id_that_is_on_offer_is_not_offered_early(scheduler, door):
+    request = prefill()
+    begun(scheduler, request)
+    assert scheduler.finished(request, ((5, 8, 2),), complete=True)[0]
+    scheduler.take_orders()
+    assert begun(scheduler, prefill()).growing == (), "workers would be told of two offers of one request"
+    assert scheduler.finished(prefill(), ((9, 1, 3),), complete=True) == (False, None)
+    assert (len(door.offers), len(scheduler.early)) == (1, 0)
+
+
+@pytest.mark.parametrize("is_settled", [False, True])
+def test_an_id_whose_offer_is_ending_is_not_offered(scheduler, door, is_settled):
+    """The orders that end it would end the new one."""
+    request = prefill()
+    begun(scheduler, request)
+    if is_settled:
+        door.settled.append(Settled(CHOSEN, P, "released"))
+        scheduler.take_orders()
+    scheduler.finished(request, ((5,),), complete=False)
+    scheduler.early.announced(prefill())
+    assert [each.request_id for each in scheduler.take_orders().abandoned] == [P]
+    assert (len(door.offers), len(scheduler.early)) == (1, 0)
+    if not is_settled:
+        assert scheduler.finished(prefill(), ((9, 1, 3),), complete=True) == (False, None)
+        door.settled.append(Settled(CHOSEN, P, "aborted"))
+        assert len(scheduler.take_orders().settled) == 1
+    assert begun(scheduler, prefill()).growing, "now it is free"
+
+
+def test_a_prompt_that_has_changed_since_it_was_offered_is_not_offered(scheduler, door):
+    """Sessions of streamed input have a longer one in the end."""
+    begun(scheduler)
+    longer = FakeRequest(P, list(range(NUM_TOKENS + 1)), prefill().params)
+    assert scheduler.finished(longer, ((5, 8, 2),), complete=True) == (False, None)
+    assert scheduler.take_orders().abandoned == (AbandonOffer(P, "aborted"),)
+    assert door.withdrawn == [(P, "aborted")]

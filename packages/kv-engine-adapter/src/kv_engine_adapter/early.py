@@ -13,7 +13,7 @@ Law: what a step computes is told with the orders of a later one, when it has ru
 """
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,10 +54,11 @@ class EarlyTerms(NamedTuple):
 class EarlyOffers:
     """Of one engine."""
 
-    def __init__(self, door: Door, terms: EarlyTerms | None) -> None:
-        """None: nothing is offered early."""
+    def __init__(self, door: Door, terms: EarlyTerms | None, offered: Container[RequestId]) -> None:
+        """`terms` None: nothing is offered early. `offered`: the requests that have finished and are on offer."""
         self._door = door
         self._terms = terms
+        self._offered = offered
         self._early: dict[RequestId, _Early] = {}
         self._ended: set[RequestId] = set()
         """Given up for good, and not settled yet."""
@@ -83,10 +84,7 @@ class EarlyOffers:
     def announced(self, request: RequestView) -> None:
         """A new request, which may wait for its turn: if its client chose an id, it is offered from now on."""
         name = request.request_id
-        if self._terms is None or name in self._early or request.is_rejected:
-            return
-        # Why: a request that is loaded ends as one, and is never offered.
-        if not wants_offer(request.params) or wants_load(request.params):
+        if self._terms is None or name in self._early or self._is_taken(name) or not _may_be_early(request):
             return
         transfer_id = chosen(request)
         prompt_key = request.prompt_key() if transfer_id else ""
@@ -96,6 +94,11 @@ class EarlyOffers:
         self._early[name] = early = _Early(transfer_id, prompt_key, request.num_prompt_tokens, tables)
         self._door.open_offer(transfer_id, name, prompt_key, self._terms.lease_s)
         self._tell(name, early)
+
+    def _is_taken(self, name: RequestId) -> bool:
+        """An earlier request of this name is on offer, or its end is still on its way to the workers."""
+        is_told = any(name == each.request_id for each in self._abandoned)
+        return is_told or name in self._offered or name in self._ended
 
     def stepped(self, scheduled: Collection[ScheduledRequest], preempted: Collection[str]) -> None:
         """A step will compute this; every step before it has run, or will have when its orders are heard."""
@@ -152,10 +155,16 @@ class EarlyOffers:
         self._door.restart_lease(request_id)
         return early.transfer_id
 
-    def was_forsaken(self, request_id: RequestId) -> bool:
-        """Whether it was given up, and its consumer has gone meanwhile: nobody would fetch it."""
+    def objection(self, request_id: RequestId, prompt_key: BlockKey) -> str:
+        """Why a request that has finished cannot be offered; empty if it can."""
+        if request_id in self._ended:
+            return "an offer of an earlier request of this id is ending"
         early = self._early.get(request_id)
-        return early is not None and early.is_given_up and early.is_settled
+        if early is not None and early.prompt_key != prompt_key:
+            return "its prompt is not the one that was offered early"
+        if early is not None and early.is_given_up and early.is_settled:
+            return "it was given up, and its consumer has gone meanwhile"
+        return ""
 
     def aborted(self, request_id: RequestId) -> None:
         """The request ended without its prompt, or will not be offered."""
@@ -164,6 +173,11 @@ class EarlyOffers:
         if early is not None and not early.is_settled:
             self._ended.add(request_id)
             self._door.withdraw_offer(request_id, "aborted")
+
+
+def _may_be_early(request: RequestView) -> bool:
+    """Whether it is a prefill. A request that is loaded ends as one, and is never offered."""
+    return wants_offer(request.params) and not wants_load(request.params) and not request.is_rejected
 
 
 def chosen(request: RequestView) -> TransferId | None:

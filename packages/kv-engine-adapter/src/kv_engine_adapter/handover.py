@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from kv_core.errors import CallerError
 from kv_core.ids import Incarnation, InstanceId, RequestId, TransferId
+from kv_core.keys import BlockKey
 from kv_engine_adapter.known_peers import KnownPeers
+from kv_engine_adapter.ports import RequestView
 from kv_transfer.agent.cards import MAX_NAME_CHARS
 
 _TRANSFER_ID = re.compile(r"[0-9a-f]{32}")
@@ -98,6 +100,14 @@ def remote_offer(params: Mapping[str, object], peers: KnownPeers) -> RemoteOffer
         port=_port(params),
         incarnation=None if incarnation is None else Incarnation(_text(params, "remote_incarnation")),
     )
+
+
+def key_to_load(request: RequestView) -> BlockKey:
+    """Which prompt an offer must hold to be loaded for this request; `HandoverError` if that cannot be told."""
+    key = request.prompt_key()
+    if isinstance(key, str):
+        raise HandoverError(f"no offer can be proven to hold its prompt: {key}")
+    return key
 
 
 def _transfer_id(params: Mapping[str, object]) -> TransferId:

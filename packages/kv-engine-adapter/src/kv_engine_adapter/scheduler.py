@@ -24,9 +24,9 @@ from kv_core.spans import Span
 from kv_engine_adapter.early import EarlyOffers, EarlyTerms, chosen
 from kv_engine_adapter.families import Families
 from kv_engine_adapter.handover import (
-    HandoverError,
     OfferTicket,
     RemoteOffer,
+    key_to_load,
     remote_offer,
     wants_load,
     wants_offer,
@@ -118,7 +118,7 @@ class FerryScheduler:
         self._offered: dict[RequestId, TransferId] = {}
         self._families = Families(lease_s, clock)
         self._pending = _Pending()
-        self.early = EarlyOffers(door, early)
+        self.early = EarlyOffers(door, early, self._offered)
         self._worker_gauges: Gauges = {}
         self._worker_change = clock()
         self._num_refused = 0
@@ -201,7 +201,7 @@ class FerryScheduler:
         assert request.params is not None
         try:
             offer = remote_offer(request.params, self._peers)
-            load = _Load(offer, None if request.is_rejected else _key_of(request))
+            load = _Load(offer, None if request.is_rejected else key_to_load(request))
         except CallerError as error:
             logger.warning("kvferry: request %s is computed here: %s", request.request_id, error)
             self._num_refused += 1
@@ -241,11 +241,23 @@ class FerryScheduler:
         if load is not None:
             self._forsake(request.request_id, load)
             return False, None
-        is_forsaken = self.early.was_forsaken(request.request_id)
-        if not wants_offer(request.params) or not complete or not any(tables) or is_forsaken:
+        prompt_key = self._key_to_offer(request) if complete and any(tables) and wants_offer(request.params) else None
+        if prompt_key is None:
             self.early.aborted(request.request_id)
             return False, None
-        return self._offer(request, tables)
+        return self._offer(request, prompt_key, tables)
+
+    def _key_to_offer(self, request: RequestView) -> BlockKey | None:
+        """Under which a request that has finished is offered; `None`, and the reason in the log, if it is not."""
+        key = request.prompt_key()
+        if isinstance(key, str):
+            why = key
+        elif request.request_id in self._offered:
+            why = "its id is on offer already"
+        elif not (why := self.early.objection(request.request_id, key)):
+            return key
+        logger.warning("kvferry: request %s is not offered: %s", request.request_id, why)
+        return None
 
     def _forsake(self, request_id: RequestId, load: _Load) -> None:
         """A decode request ended: stop what still runs for it; the offer is released once the workers are quiet."""
@@ -257,14 +269,9 @@ class FerryScheduler:
             self._twins.ends(request_id, load.prompt_key)
             self._orphans[request_id] = load
 
-    def _offer(self, request: RequestView, tables: Tables) -> tuple[bool, dict[str, object] | None]:
-        prompt_key = request.prompt_key()
-        if isinstance(prompt_key, str):
-            logger.warning("kvferry: request %s is not offered: %s", request.request_id, prompt_key)
-            return False, None
-        if request.request_id in self._offered:
-            logger.warning("kvferry: request %s is not offered: its id is on offer already", request.request_id)
-            return False, None
+    def _offer(
+        self, request: RequestView, prompt_key: BlockKey, tables: Tables
+    ) -> tuple[bool, dict[str, object] | None]:
         transfer_id = self.early.completed(request.request_id)
         if transfer_id is None:
             transfer_id = chosen(request) or self._families.transfer_id(request.family)
@@ -340,10 +347,3 @@ class FerryScheduler:
     def close(self) -> None:
         """Close the door to the peers; open offers end with the engine."""
         self._door.close()
-
-
-def _key_of(request: RequestView) -> BlockKey:
-    key = request.prompt_key()
-    if isinstance(key, str):
-        raise HandoverError(f"no offer can be proven to hold its prompt: {key}")
-    return key
