@@ -233,6 +233,19 @@ def test_a_preempted_request_keeps_nothing_from_others():
     assert (engine.num_free, len(engine.windows)) == (at_rest, 0)
 
 
+def test_a_request_that_is_preempted_and_begins_anew_in_one_step_is_watched():
+    engine = Engine(spec("FullAttentionSpec"), spec("SlidingWindowSpec", **WINDOW))
+    request = request_of(33)
+    engine.windows.watch("r", 33)
+    engine.compute(request, 33)
+    engine.manager.free(request)
+    request.num_computed_tokens = 0
+    engine.windows.watch("r", 33)
+    engine.windows.keep(["r"])
+    engine.compute(request, 33)
+    assert engine.windows.completed("r", 33, engine.finish(request)) is not None
+
+
 def test_nothing_is_watched_without_windows():
     engine = Engine(spec("FullAttentionSpec"))
     engine.windows.watch("r", 33)

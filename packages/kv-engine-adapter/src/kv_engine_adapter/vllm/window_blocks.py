@@ -64,7 +64,9 @@ class WindowBlocks:
         What was kept of a preempted request goes back: it begins anew, and may need these very blocks to do so.
         """
         for request_id in preempted:
-            self.forget(request_id)
+            # One that has begun anew in this very step is watched already, and has nothing.
+            if request_id in self._watched and self._watched[request_id].blocks:
+                self.forget(request_id)
         for request_id, watched in self._watched.items():
             if not watched.blocks:
                 self._keep(request_id, watched)
