@@ -58,7 +58,7 @@ def staged() -> Iterator[Row]:
 
 def swept() -> Iterator[Row]:
     """Sizes of arenas and chunks, and bytes of one post."""
-    for arena, chunk, post in product((256, 1024), (32, 64, 128), (16, 128)):
+    for arena, chunk, post in (*product((256, 1024), (32, 64, 128), (16, 128)), (2048, 256, 256)):
         if chunk * 4 > arena and chunk != 64:
             continue
         arenas = {"send_arena_bytes": arena * MIB, "receive_arena_bytes": arena * MIB}
