@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Early:
-    """One prompt."""
+    """One prompt. More than seven fields: what is offered, how far it is, and how it ended at workers and door."""
 
     transfer_id: TransferId
     prompt_key: BlockKey

@@ -32,6 +32,8 @@ Place = tuple[int, int]
 
 @dataclass(slots=True)
 class _Watched:
+    """A prefill request; without blocks until the step that computes its last prompt token."""
+
     num_prompt_tokens: int
     blocks: "dict[Place, KVCacheBlock]" = field(default_factory=dict)
 
