@@ -45,3 +45,21 @@ def test_a_small_run_tells_figures_and_a_setting(capfd):
     assert all(gbps > 0 for gbps in told["gbps"]["4"].values())
     assert told["in_place_run_bytes"] in (None, 4096)
     assert told["command"].startswith("kvferry bench paths")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--kib", "1"], "--kib"),
+        (["--kib", "4", "3"], "--kib"),
+        (["--repeats", "0"], "--repeats"),
+        (["--mib", "-1"], "--mib"),
+        (["--device", "cuda", "--gpus", "0"], "--gpus"),
+        (["--device", "cuda", "--gpus", "0,1,2"], "--gpus"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is(capsys, words, named):
+    with pytest.raises(SystemExit) as end:
+        main(["paths", *words])
+    assert end.value.code == 2
+    assert f"argument {named}" in capsys.readouterr().err

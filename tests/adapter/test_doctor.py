@@ -2,6 +2,7 @@
 
 import json
 import socket
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from kv_engine_adapter.cli.doctor import main
 from kv_engine_adapter.cli.findings import Level, findings
 from kv_engine_adapter.cli.host import PACKAGES, Disk, Gpu, Host, this_host
 from kv_engine_adapter.config import ferry_config
+from kv_transfer.keys import make_keys
 
 PLAIN = ferry_config({})
 VERSIONS: dict[str, str | None] = {**dict.fromkeys(PACKAGES, "1.0"), "vllm": "0.32.0"}
@@ -95,6 +97,9 @@ def test_an_open_door_wants_a_key_and_a_key_is_for_its_owner_alone(tmp_path):
     key.chmod(0o644)
     assert f"chmod 600 {key}" in worst(WELL, config)[1]
     key.chmod(0o600)
+    assert worst(WELL, config)[0] == [(BAD, "key file")], "it is empty, and an engine would not start with it"
+    key.unlink()
+    make_keys(key)
     assert worst(WELL, config) == ([], "")
 
 
@@ -136,3 +141,27 @@ def test_lines_show_level_subject_and_advice(capsys, no_nixl, tmp_path):
 def test_settings_that_the_connector_would_refuse_are_refused(capsys, text, words):
     assert main(["--config", text]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_port_beyond_the_last_is_a_finding(capsys, no_nixl):
+    """An engine takes as many ports in a row as it has ranks, and one more."""
+    assert main(["--config", '{"port": 65534}', "--ranks", "2", "--json"]) == 1
+    ports = [each["found"] for each in json.loads(capsys.readouterr().out) if each["subject"] == "port"]
+    assert [each.split(":")[1] for each in ports if "0-65535" in each] == ["65536"]
+
+
+@pytest.mark.parametrize("ranks", ["0", "-5", "two"])
+def test_an_engine_has_a_rank_at_least(capsys, no_nixl, ranks):
+    with pytest.raises(SystemExit) as end:
+        main(["--ranks", ranks])
+    assert end.value.code == 2
+    assert "--ranks" in capsys.readouterr().err
+
+
+def test_a_package_that_cannot_be_loaded_is_a_finding(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "kv_transfer.agent.nixl", raising=False)
+    host = this_host("127.0.0.1", [], None)
+    assert (host.gpus, host.nixl_gbps) == ((), None)
+    assert "torch" in host.nixl_trouble
+    assert worst(host)[0].count((BAD, "NIXL over UCX")) == 1

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any, Final
 
+from kv_engine_adapter.cli.arguments import count, even_count, two_names
 from kv_engine_adapter.cli.bench_pair import TOKEN_BYTES, Case, Side, pair
 
 ROW_BYTES: Final = 2048
@@ -49,15 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvferry bench", description="Measure the data paths on this machine.")
     parser.add_argument("what", choices=("paths",))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--gpus", default="0,1", help="of the sender and of the receiver (default 0,1)")
-    parser.add_argument("--mib", type=int, default=256, help="of a request (default 256)")
-    parser.add_argument("--kib", type=int, nargs="+", default=list(KIBS), help="of a run: multiples of 2")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--gpus", type=two_names, default="0,1", help="of sender and receiver (default 0,1)")
+    parser.add_argument("--mib", type=count, default=256, help="of a request (default 256)")
+    parser.add_argument("--kib", type=even_count, nargs="+", default=list(KIBS), help="of a run: multiples of 2")
+    parser.add_argument("--repeats", type=count, default=5)
     options = parser.parse_args(arguments)
-    gpus: tuple[str, str] | None = None
-    if options.device == "cuda":
-        sender, receiver = options.gpus.split(",")
-        gpus = sender, receiver
+    gpus: tuple[str, str] | None = options.gpus if options.device == "cuda" else None
     paths = [path for path in PATHS if path != "direct" or gpus]
     figures: Figures = {}
     for kib in sorted(options.kib):
@@ -120,4 +118,7 @@ def _machine(device: str) -> str:
     if device == "cpu":
         return f"{platform.processor() or platform.machine()}, {platform.system()} {platform.release()}"
     asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    return ", ".join(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split("\n")[:2])
+    try:
+        return ", ".join(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split("\n")[:2])
+    except (OSError, subprocess.CalledProcessError):
+        return "GPUs of unknown name"  # figures that took minutes are not lost for a name

