@@ -5,6 +5,7 @@ import fcntl
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -207,6 +208,51 @@ def test_what_a_dead_process_left_is_removed_and_what_a_living_one_has_is_not(tm
     assert sorted(tmp_path.iterdir()) == sorted([living.path, second.path])
     living.close()
     second.close()
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+@pytest.mark.parametrize("call", ["unlink", "rmdir"])
+@pytest.mark.parametrize("num_removed", range(5))
+def test_what_a_process_left_that_died_while_it_removed_it_is_removed(tmp_path, monkeypatch, call, num_removed):
+    """Engines are killed some seconds after they were told to end, and a full tier takes longer to remove."""
+    root = ProcessDirectory(tmp_path)
+    for pool in range(4):
+        SlotFiles(root, 8, pool, 4, PlainFiles()).write(0, torch.zeros(4, dtype=torch.uint8))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", by_name(os.scandir))
+        patch.setattr(os, call, killing(getattr(os, call), num_removed))
+        with pytest.raises(Killed):
+            root.close()
+    os.close(root._lock)
+    living = ProcessDirectory(tmp_path)
+    assert list(tmp_path.iterdir()) == [living.path]
+    living.close()
+
+
+def by_name(scandir):
+    """A file system that lists a lock before what it guards."""
+
+    @contextmanager
+    def listed(*args):
+        with scandir(*args) as entries:
+            yield iter(sorted(entries, key=lambda entry: entry.name))
+
+    return listed
+
+
+def killing(remove, num_removed):
+    """Removes so much, and no more."""
+    left = iter(range(num_removed))
+
+    def removed(*args, **kwargs):
+        if next(left, None) is None:
+            raise Killed
+        return remove(*args, **kwargs)
+
+    return removed
 
 
 def test_a_directory_is_locked_before_it_has_its_name(tmp_path):

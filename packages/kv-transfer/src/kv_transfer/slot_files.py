@@ -62,7 +62,7 @@ class ProcessDirectory:
     def close(self) -> None:
         """Remove the directory with all files. Idempotent."""
         if self._lock >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)
+            _remove(self.path)
             os.close(self._lock)
             self._lock = -1
 
@@ -145,4 +145,11 @@ def _remove_abandoned(parent: Path) -> None:
         # Another process may be removing the same one, or its own.
         with suppress(OSError), _opened(found / "lock", os.O_RDWR) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(found, ignore_errors=True)
+            _remove(found)
+
+
+def _remove(directory: Path) -> None:
+    """All of it, the lock last: a removal that is cut short leaves what the next process knows as abandoned."""
+    for window in directory.glob("window-*"):
+        shutil.rmtree(window, ignore_errors=True)
+    shutil.rmtree(directory, ignore_errors=True)
