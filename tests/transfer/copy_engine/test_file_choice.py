@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 
+from kv_testing.block_memory import full_pools, plain_shapes
 from kv_transfer import files
 from kv_transfer.agent import nixl_files
 from kv_transfer.agent.nixl_files import NixlFiles
@@ -89,6 +90,25 @@ def test_a_way_that_does_not_work_there_is_refused_and_closed(tmp_path, caplog, 
     assert chosen(FilesConfig(way="posix"), tmp_path) == "plain"
     assert reason in refusals(caplog)[0]
     assert Fake.closed == 1
+
+
+class Forgetful(PlainFiles):
+    """It cannot keep memory, as GDS cannot keep more than a device lets it."""
+
+    def keep(self, memory):
+        raise OSError("too much at once")
+
+
+def test_memory_that_cannot_be_kept_moves_nevertheless(tmp_path, caplog):
+    pools = full_pools(plain_shapes(), tmp_path, mover=Forgetful())
+    pool = pools.windows[8].pools[0]
+    slot, found = pool.device[0].view(-1).view(torch.uint8), torch.zeros(pool.device[0].nbytes, dtype=torch.uint8)
+    pool.disk.write(0, slot)
+    pool.disk.read(0, found)
+    assert torch.equal(found, slot)
+    assert "plain moves" in refusals(caplog)[0]
+    assert "too much at once" in refusals(caplog)[0]
+    pools.close()
 
 
 def test_a_directory_that_nobody_can_write_is_an_error_at_the_start(tmp_path):

@@ -14,6 +14,7 @@ Legend: B slots, L layers of the pool, C planes (keys, values), H heads, T token
     plane    [B, T, H, D], a view, as models and `pools.PagedCaches` want it
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ from kv_core.tiers import Tier
 from kv_transfer.device_memory import trim
 from kv_transfer.file_mover import FileMover, PlainFiles
 from kv_transfer.slot_files import ProcessDirectory, SlotFiles, Sums
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +154,18 @@ class BlockPools:
         files = None
         if config.num_disk and self._root:
             files = SlotFiles(self._root, config.window, number, shape.bytes_per_block, self._mover, self._sums)
-            if self._mover.reaches(self.device):
-                self._mover.keep(device.view(-1).view(torch.uint8))
+            self._keep(device)
         pinned = self.device.type == "cuda"
         host = _tensor(shape, config.num_host, torch.device("cpu"), pinned=pinned) if config.num_host else None
         return Pool(shape, device, host, files)
+
+    def _keep(self, memory: Tensor) -> None:
+        """Tell the mover that this memory stays. If it cannot keep it, it makes it known anew for each movement."""
+        if self._mover.reaches(self.device):
+            try:
+                self._mover.keep(memory.view(-1).view(torch.uint8))
+            except OSError as error:
+                _log.warning("files: %s moves %s without keeping it: %s", self._mover.name, tuple(memory.shape), error)
 
 
 def _root(windows: Sequence[WindowConfig], directory: Path | None) -> ProcessDirectory | None:

@@ -28,7 +28,10 @@ class FileMover(Protocol):
         """Whether memory of this device can be moved without a copy in host memory; host memory always can."""
 
     def keep(self, memory: Tensor) -> None:
-        """This memory is there until `close`: parts of it will be moved often. OSError if it cannot be."""
+        """This memory is there until `close`: parts of it will be moved often.
+
+        OSError if it cannot be kept; parts of it move all the same.
+        """
 
     def write(self, file: int, content: Tensor) -> None:
         """Fill the file."""
