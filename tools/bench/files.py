@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 
 from kv_transfer.files import WAYS, FilesConfig, Way, open_mover
-from kv_transfer.slot_files import ProcessDirectory, SlotFiles, Sums
+from kv_transfer.process_directory import ProcessDirectory
+from kv_transfer.slot_files import SlotFiles, Sums
 
 DEFAULT = FilesConfig()
 SLOTS = 8

@@ -14,7 +14,8 @@ from kv_core.tiers import CopyLog, Place, Tier
 from kv_testing.block_memory import WINDOWS, Memory, content_of, full_pools, plain_shapes
 from kv_transfer.copy_engine import CopyEngine
 from kv_transfer.file_mover import FileCalls, PlainFiles
-from kv_transfer.slot_files import ProcessDirectory, SlotFiles
+from kv_transfer.process_directory import ProcessDirectory
+from kv_transfer.slot_files import SlotFiles
 
 DEVICE, HOST, DISK = (lambda slot, tier=tier: Place(8, tier, slot) for tier in Tier)
 
@@ -195,6 +196,7 @@ def test_rewriting_a_slot_leaves_one_file_of_the_right_length(tmp_path):
 def test_what_a_dead_process_left_is_removed_and_what_a_living_one_has_is_not(tmp_path):
     leave = (
         "import os, sys, torch; from pathlib import Path; from kv_transfer.slot_files import *;"
+        "from kv_transfer.process_directory import *;"
         "from kv_transfer.file_mover import PlainFiles;"
         "root = ProcessDirectory(Path(sys.argv[1]));"
         "SlotFiles(root, 8, 0, 4, PlainFiles()).write(0, torch.zeros(4, dtype=torch.uint8));"

@@ -13,7 +13,8 @@ import torch
 from kv_core.tiers import CopyLog, Place, Tier
 from kv_testing.block_memory import WINDOWS, Memory, full_pools, plain_shapes
 from kv_transfer.copy_engine import CopyEngine, CopyTotals
-from kv_transfer.slot_files import Corrupt, ProcessDirectory, SlotFiles, Sums
+from kv_transfer.process_directory import ProcessDirectory
+from kv_transfer.slot_files import Corrupt, SlotFiles, Sums
 
 DEVICE, HOST, DISK = (lambda slot, tier=tier: Place(8, tier, slot) for tier in Tier)
 NUM_BYTES = 100_003

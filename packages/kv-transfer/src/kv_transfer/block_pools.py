@@ -28,7 +28,8 @@ from kv_core.layout import PoolKind, PoolPosition, PoolShape, layer_positions
 from kv_core.tiers import Tier
 from kv_transfer.device_memory import trim
 from kv_transfer.file_mover import FileMover, PlainFiles
-from kv_transfer.slot_files import ProcessDirectory, SlotFiles, Sums
+from kv_transfer.process_directory import ProcessDirectory
+from kv_transfer.slot_files import SlotFiles, Sums
 
 _log = logging.getLogger(__name__)
 

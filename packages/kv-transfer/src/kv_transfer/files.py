@@ -17,7 +17,8 @@ from kv_core.errors import FerryError
 from kv_transfer.agent.nixl_files import NixlFiles
 from kv_transfer.config import ConfigError
 from kv_transfer.file_mover import FileMover, PlainFiles
-from kv_transfer.slot_files import ProcessDirectory, SlotFiles
+from kv_transfer.process_directory import ProcessDirectory
+from kv_transfer.slot_files import SlotFiles
 
 _log = logging.getLogger(__name__)
 

@@ -8,28 +8,19 @@ Law: a file that exists is whole: it is written beside its place, then renamed. 
 
     <directory>/kv-blocks-<pid>-<random>/lock                                    locked as long as the process lives
                                         /window-<window>/pool-<pool>/slot-<slot>
-
-A directory whose process died without `close` is removed by the next one that starts beside it.
 """
 
 import errno
-import fcntl
 import os
-import shutil
-import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Final
 
 from torch import Tensor
 
 from kv_transfer.checksum import Summer
 from kv_transfer.file_mover import FileMover
-
-_PREFIX: Final = "kv-blocks-"
-_UNBORN: Final = ".new-" + _PREFIX
+from kv_transfer.process_directory import ProcessDirectory, opened
 
 
 class Corrupt(OSError):
@@ -45,26 +36,6 @@ class Sums(threading.local):
     def of(self, content: Tensor) -> int:
         """The checksum of uint8 [n], wherever it begins."""
         return self._summer.checksum_now(content if content.storage_offset() % 8 == 0 else content.clone())
-
-
-class ProcessDirectory:
-    """A directory of this process below `parent`, which is made if it is not there. Removed by `close`."""
-
-    def __init__(self, parent: Path) -> None:
-        parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(parent)
-        unborn = Path(tempfile.mkdtemp(prefix=f"{_UNBORN}{os.getpid()}-", dir=parent))
-        self._lock = os.open(unborn / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        # Why renamed: a directory with the final name is locked, so nobody can take a new one for an abandoned one.
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self.path = unborn.rename(parent / unborn.name.removeprefix(".new-"))
-
-    def close(self) -> None:
-        """Remove the directory with all files. Idempotent."""
-        if self._lock >= 0:
-            _remove(self.path)
-            os.close(self._lock)
-            self._lock = -1
 
 
 class SlotFiles:
@@ -96,7 +67,7 @@ class SlotFiles:
         part = path.with_suffix(".part")
         path.unlink(missing_ok=True)
         try:
-            with _opened(part, os.O_CREAT | os.O_TRUNC | os.O_RDWR) as file:
+            with opened(part, os.O_CREAT | os.O_TRUNC | os.O_RDWR) as file:
                 self.mover.write(file, content)
                 self._check_file(file)
             if self._sums:
@@ -110,7 +81,7 @@ class SlotFiles:
     def read(self, slot: int, into: Tensor) -> None:
         """Fill `into`, uint8. OSError if the slot holds nothing, or other bytes; `into` then holds anything."""
         self._check_length(into)
-        with _opened(self.path_of(slot), os.O_RDONLY) as file:
+        with opened(self.path_of(slot), os.O_RDONLY) as file:
             self._check_file(file)
             self.mover.read(file, into)
         if self._sums and (found := self._sums.of(into)) != self._written[slot]:
@@ -129,27 +100,3 @@ class SlotFiles:
 
     def _check_length(self, memory: Tensor) -> None:
         assert memory.nbytes == self._num_bytes, f"law: whole slots: ours={self._num_bytes}, theirs={memory.nbytes}"
-
-
-@contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
-    file = os.open(path, flags | os.O_CLOEXEC, 0o600)
-    try:
-        yield file
-    finally:
-        os.close(file)
-
-
-def _remove_abandoned(parent: Path) -> None:
-    for found in parent.glob(f"{_PREFIX}*"):
-        # Another process may be removing the same one, or its own.
-        with suppress(OSError), _opened(found / "lock", os.O_RDWR) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove(found)
-
-
-def _remove(directory: Path) -> None:
-    """All of it, the lock last: a removal that is cut short leaves what the next process knows as abandoned."""
-    for window in directory.glob("window-*"):
-        shutil.rmtree(window, ignore_errors=True)
-    shutil.rmtree(directory, ignore_errors=True)
