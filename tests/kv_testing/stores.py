@@ -10,19 +10,36 @@ from pathlib import Path
 import torch
 
 from kv_core.spans import Span
+from kv_testing.layouts import make_state
 from kv_testing.tagged import World, expected_planes, fill, make_world
-from kv_transfer.plan.cache_state import CacheState
+from kv_transfer.plan.cache_state import BlockLayout, CacheState, ParallelLayout
 from kv_transfer.prefix_store.chain import PrefixChain
 from kv_transfer.prefix_store.config import StoreConfig
 from kv_transfer.prefix_store.misses import Miss
 from kv_transfer.prefix_store.store import Outcome, PrefixStore
 
 QUOTA = 1 << 24
+LAYERS = 3
+HEADS = 4
 
 
-def config_of(directory: Path, **changes) -> StoreConfig:
+def config_of(parent: Path, **changes) -> StoreConfig:
     """A store of 16 MiB below the test's directory."""
-    return StoreConfig(**({"directory": directory / "store", "quota_bytes": QUOTA} | changes))
+    return StoreConfig(**({"directory": parent / "store", "quota_bytes": QUOTA} | changes))
+
+
+def cut(tp=1, stages=(LAYERS,), tokens_per_block=16, order="token_major", **changes):
+    """A small model, cut for an engine of this shape."""
+    heads = changes.get("num_kv_heads", HEADS)
+    shape = {"num_layers": sum(stages), "num_kv_heads": heads, "head_size": 4, "dtype": "float32"}
+    return make_state(
+        **(
+            shape
+            | {"parallel": ParallelLayout.even(tp, list(stages), heads), "tokens_per_block": tokens_per_block}
+            | {"layout": BlockLayout(order)}
+            | changes
+        )
+    )
 
 
 def prompt(num_tokens: int, first: int = 0) -> list[int]:

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from kv_core.keys import Scope
 from kv_core.spans import Span
-from kv_testing.layouts import make_state
 from kv_testing.stores import (
+    HEADS,
+    LAYERS,
     config_of,
+    cut,
     full_world,
     misses,
     num_wrong,
@@ -26,22 +28,7 @@ from kv_transfer.plan.ranges import HOLE
 from kv_transfer.plan.side_pools import indexer_pool, scale_pool
 from kv_transfer.prefix_store.store import PrefixStore
 
-LAYERS = 3
-HEADS = 4
 NUM_TOKENS = 75
-
-
-def cut(tp=1, stages=(LAYERS,), tokens_per_block=16, order="token_major", **changes):
-    heads = changes.get("num_kv_heads", HEADS)
-    shape = {"num_layers": sum(stages), "num_kv_heads": heads, "head_size": 4, "dtype": "float32"}
-    return make_state(
-        **(
-            shape
-            | {"parallel": ParallelLayout.even(tp, list(stages), heads), "tokens_per_block": tokens_per_block}
-            | {"layout": BlockLayout(order)}
-            | changes
-        )
-    )
 
 
 def assert_carried(directory, writer, reader, forms=("CBTHD", "CBTHD"), num_tokens=NUM_TOKENS, **config):

@@ -25,9 +25,11 @@ from kv_transfer.plan.cache_state import CacheState
 from kv_transfer.prefix_store.boxes import Box
 
 FORMAT_VERSION: Final = 1
-NAMESPACE: Final = re.compile(r"v(\d{1,9})-([0-9a-f]{16})-([0-9a-f]{32})")
+NAMESPACE: Final = re.compile(r"v(\d{1,9})-([0-9a-f]{16})-([0-9a-f]{32})", re.ASCII)
 _NUMBER: Final = r"(0|[1-9]\d{0,11})"
-_RECORD: Final = re.compile(rf"l{_NUMBER}-{_NUMBER}\.h{_NUMBER}-{_NUMBER}\.t{_NUMBER}\.p{_NUMBER}\.x{_NUMBER}")
+_RECORD: Final = re.compile(
+    rf"l{_NUMBER}-{_NUMBER}\.h{_NUMBER}-{_NUMBER}\.t{_NUMBER}\.p{_NUMBER}\.x{_NUMBER}", re.ASCII
+)
 _KEY: Final = re.compile(r"[0-9a-f]{64}")
 
 

@@ -246,6 +246,8 @@ class PrefixStore:
         if (holdings := self._holdings) is None:
             raise Missed(self._why_not)
         now = self._clock()
+        # What is remembered may have been evicted by others, and would then never be written again.
+        holdings.index.forget(key)
         held = holdings.index.names_of(key, name.box)
         if covers(tuple(other for other in held if other.priority_at(now) >= name.priority), name.box):
             self._counts.add("kept_records")
