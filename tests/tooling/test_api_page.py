@@ -22,7 +22,7 @@ def found(name):
     """Whether a module of ours, the manager, or a class or function of any module of kv_core has this name."""
     first, _, rest = name.partition(".")
     if first == "kv_transfer":
-        return (ROOT / f"packages/kv-transfer/src/kv_transfer/{rest}.py").is_file()
+        return (ROOT / f"packages/kv-transfer/src/kv_transfer/{rest.replace('.', '/')}.py").is_file()
     if first == "manager" and hasattr(KVCacheManager, rest):
         return True
     if first in MODULES:

@@ -265,3 +265,16 @@ def test_heads_of_the_same_number_are_not_taken_for_each_other(tmp_path):
     target = make_world(state, 16, "CBTHD", 2)
     assert read_all(store, chain, target, Span(0, 16)) == {16, 0}
     assert misses(store, "read") == {"other_content": 1}
+
+
+def test_a_file_where_a_folder_should_be_is_one_miss(kept):
+    folder = second_of(kept).parent
+    shutil.rmtree(folder)
+    folder.touch()
+    store, target = PrefixStore(config_of(kept), STATE), make_world(STATE, 48, "CBTHD", 2)
+    chain = store.chain(prompt(48))
+    assert store.lookup(chain) == 16
+    assert read_all(store, chain, target, WHOLE) == {16}
+    assert set(misses(store, "read")) == {"unreadable"}
+    (outcome,) = write_all(store, chain, full_world(STATE, 48), WHOLE)
+    assert (outcome.num_tokens, outcome.why) == (16, "unreadable")

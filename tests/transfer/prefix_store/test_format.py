@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 
+from kv_core.ids import BlockId
 from kv_core.keys import BlockKey
 from kv_core.spans import Span
 from kv_testing.stores import config_of, cut, record_files
@@ -27,7 +28,7 @@ def test_a_file_byte_by_byte(tmp_path, order, axes):
     if axes:
         planes = tuple(plane.transpose(1, 2).contiguous().transpose(1, 2) for plane in planes)
     store = PrefixStore(config_of(tmp_path), state)
-    outcome = store.write(store.chain([5, 6]), Span(0, 2), PagedCaches(0, planes, 0, 16), [(1,)])
+    outcome = store.write(store.chain([5, 6]), Span(0, 2), PagedCaches(0, planes, 0, 16), [[BlockId(1)]])
     (path,) = record_files(tmp_path / "store")
     content = path.read_bytes()
     assert (outcome.num_bytes, len(content)) == (264, 264)

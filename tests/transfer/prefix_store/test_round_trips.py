@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kv_core.ids import BlockId, Rank
 from kv_core.keys import Scope
 from kv_core.spans import Span
 from kv_testing.stores import (
@@ -72,7 +73,8 @@ def test_any_cut_reads_any_other(tmp_path_factory, data, ours, theirs, num_token
         size = data.draw(st.sampled_from((1, 3, 8, 16, 32, 64)))
         states.append(cut(tp, stages, size, order, dtype=dtype))
     directory = tmp_path_factory.mktemp("drawn")
-    assert_carried(directory, *states, tuple(forms), num_tokens, tokens_per_record=tokens_per_record)
+    writer, reader = states
+    assert_carried(directory, writer, reader, tuple(forms), num_tokens, tokens_per_record=tokens_per_record)
 
 
 @pytest.mark.parametrize(("tps", "sizes"), [((2, 1), (16, 64)), ((1, 4), (64, 16))])
@@ -137,6 +139,15 @@ def test_a_tail_serves_longer_prompts_and_other_prompts_end_where_they_differ(tm
     assert num_wrong(longer, Span(0, 37)) == 0
 
 
+def test_items_count_in_a_tail_if_they_began_in_it(tmp_path):
+    state = cut()
+    store = PrefixStore(config_of(tmp_path), state)
+    write_all(store, store.chain(prompt(20)), full_world(state, 20), Span(0, 20))
+    for start, num_held in ((20, 20), (19, 16), (16, 16), (15, 0)):
+        scope = Scope(extras=((b"picture", start),))
+        assert store.lookup(store.chain(prompt(40), scope)) == num_held
+
+
 def test_a_full_record_serves_a_prompt_that_ends_inside_a_span(tmp_path):
     """An engine computes the last token of a prompt itself."""
     state = cut()
@@ -158,7 +169,7 @@ def test_layers_with_a_window_take_what_their_tables_still_have(tmp_path):
     assert store.read(chain, Span(0, 40), caches, holed) == 40
     late = replace(caches, planes=caches.planes[2:4], groups=(), first_layer=1)
     expected = make_world(state, 40, "CBTHD", 2)
-    whole, windowed = expected.caches[0], late
+    whole, windowed = expected.caches[Rank(0)], late
     assert store.read(chain, Span(0, 40), whole, full) == 40
     for ours, theirs in zip(windowed.planes, whole.planes[2:4], strict=True):
         assert (ours[list(full[1][3:])] == theirs[list(full[1][3:])]).all()
@@ -170,7 +181,7 @@ def test_a_hole_is_not_written(tmp_path):
     state = cut()
     store, world = PrefixStore(config_of(tmp_path), state), full_world(state, 48)
     (caches,), (table,) = world.caches.values(), world.tables(0).by_group
-    outcome = store.write(store.chain(prompt(48)), Span(0, 48), caches, [(table[0], HOLE, table[2])])
+    outcome = store.write(store.chain(prompt(48)), Span(0, 48), caches, [[BlockId(table[0]), HOLE, BlockId(table[2])]])
     assert (outcome.num_tokens, outcome.why) == (16, "hole")
     assert store.lookup(store.chain(prompt(48))) == 16
 
@@ -180,7 +191,7 @@ def test_callers_who_break_a_promise_are_told_and_nothing_is_written(tmp_path):
     store, world = PrefixStore(config_of(tmp_path), state), full_world(state, 32)
     (caches,), tables = world.caches.values(), world.tables(0).by_group
     chain = store.chain(prompt(32))
-    other = full_world(msgspec.structs.replace(state, dtype="bfloat16"), 32).caches[0]
+    other = full_world(msgspec.structs.replace(state, dtype="bfloat16"), 32).caches[Rank(0)]
     for call in (store.read, store.write):
         for arguments in (
             (chain, Span(0, 33), caches, tables),

@@ -21,7 +21,7 @@ class PrefixChain:
         self.tokens_per_record = tokens_per_record
         self.num_tokens = len(tokens)
         self._full = block_keys(tokens, scope, tokens_per_record)
-        self._items = encoded_items(scope, tokens_per_record)
+        self._extras = scope.extras
         self._content = b"".join(token.to_bytes(TOKEN_BYTES, "little", signed=True) for token in tokens)
         self._root = scope_key(scope)
 
@@ -37,7 +37,8 @@ class PrefixChain:
         parent = self._full[ordinal - 1] if ordinal else self._root
         content = self._content[start * TOKEN_BYTES : (start + num_tokens) * TOKEN_BYTES]
         block_bytes = self.tokens_per_record * TOKEN_BYTES
-        items = {at: item for at, item in self._items.items() if at == ordinal}
+        begun = Scope(extras=tuple(item for item in self._extras if item[1] < start + num_tokens))
+        items = encoded_items(begun, self.tokens_per_record)
         return chain_keys(parent, content, block_bytes, Span(ordinal, ordinal + 1), items)[0]
 
     def records(self, tokens: Span) -> Iterator[tuple[Span, BlockKey]]:

@@ -106,13 +106,14 @@ class PrefixStore:
                 if not found:
                     break
                 num_held = found.stop
+            why = Miss.ABSENT
         except OSError as error:
-            self._missed("lookup", why_of(error))
+            why = why_of(error)
         if num_held:
             self._counts.add("hit_tokens", num_held)
         elif chain.num_tokens:
             _, key = next(chain.candidates(0))
-            self._missed("lookup", holdings.why_absent(key))
+            self._missed("lookup", holdings.why_absent(key) if why is Miss.ABSENT else why)
         return num_held
 
     def read(self, chain: PrefixChain, tokens: Span, caches: PagedCaches, tables: Tables) -> int:
