@@ -24,12 +24,14 @@ class LeasedDoor(FakeDoor):
 
     def __init__(self) -> None:
         super().__init__()
-        self.book, self.now = LeaseBook(remember_s=20.0), 0.0
+        self.book, self.now = LeaseBook(remember_s=20.0, early_s=5.0), 0.0
 
     def open_offer(
         self, transfer_id: TransferId, request_id: RequestId, prompt_key: bytes, lease_s: float | None = None
     ) -> None:
-        self.book.open((transfer_id, prompt_key), request_id, self.now + (lease_s or LEASE_S), self.now + EARLY_LEASE_S)
+        end, limit = self.now + (lease_s or LEASE_S), self.now + EARLY_LEASE_S
+        if (settled := self.book.open((transfer_id, prompt_key), request_id, self.now, end, limit)) is not None:
+            self.settled.append(settled)
 
     def restart_lease(self, request_id: RequestId, lease_s: float | None = None) -> None:
         self.book.restart(request_id, self.now + (lease_s or LEASE_S), self.now + EARLY_LEASE_S)

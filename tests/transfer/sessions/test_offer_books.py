@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_core.ids import RequestId, TransferId
-from kv_transfer.leases import LeaseBook
+from kv_transfer.leases import MAX_EARLY, LeaseBook
 from kv_transfer.offers import OfferBook
 from kv_transfer.orders import BlockTables, Offer, Settled
 
@@ -21,14 +21,22 @@ ACTIONS = st.one_of(
 
 @given(st.lists(ACTIONS, max_size=40))
 def test_a_lease_book_settles_each_offer_once(actions):
-    """The naive model: a list of open offers, oldest first, and the names of consumers that settled one."""
-    book, now, offers, consumers = LeaseBook(remember_s=3), 0.0, list[tuple[str, float]](), set[str]()
-    limits = dict[str, float]()
+    """The naive model: a list of open offers, oldest first, and the names of consumers that settled one; and who
+    has released one, and when, while there was none."""
+    book, now, offers, consumers = LeaseBook(remember_s=3, early_s=5), 0.0, list[tuple[str, float]](), set[str]()
+    limits, early = dict[str, float](), dict[str, float]()
     for kind, number, more in actions:
         if kind == "open" and all(request_id != f"r{number}" for request_id, _ in offers):
-            book.open(PAIR, RequestId(f"r{number}"), now + more, now + 20)
-            offers.append((f"r{number}", now + more))
-            limits[f"r{number}"] = now + 20
+            settled = book.open(PAIR, RequestId(f"r{number}"), now, now + more, now + 20)
+            first = next((name for name, until in early.items() if until > now), None)
+            if first is None:
+                assert settled is None
+                offers.append((f"r{number}", now + more))
+                limits[f"r{number}"] = now + 20
+            else:
+                assert settled == Settled(PAIR[0], RequestId(f"r{number}"), "released")
+                consumers.add(first)
+                del early[first]
         elif kind == "renew":
             waits = f"c{number}" not in consumers
             assert book.renew(*PAIR, f"c{number}", now + more) == (waits and bool(offers))
@@ -37,6 +45,9 @@ def test_a_lease_book_settles_each_offer_once(actions):
         elif kind == "release":
             known, settled = book.release(*PAIR, f"c{number}", now)
             assert not offers or known
+            if not known:
+                early.pop(f"c{number}", None)
+                early[f"c{number}"] = now + 5
             if offers and f"c{number}" not in consumers:
                 consumers.add(f"c{number}")
                 assert settled == Settled(PAIR[0], RequestId(offers.pop(0)[0]), "released")
@@ -51,16 +62,16 @@ def test_a_lease_book_settles_each_offer_once(actions):
             expired = {settled.request_id for settled in book.expire(now)}
             assert expired == {request_id for request_id, end in offers if end <= now}
             offers = [each for each in offers if each[1] > now]
-            if not offers and not book.release(*PAIR, "nobody", now)[0]:
+            if not offers and not book.knows(PAIR):
                 consumers.clear()
         assert len(book) == len(offers)
         book.check()
 
 
 def test_a_renewal_reaches_no_further_than_the_limit():
-    book = LeaseBook(remember_s=10)
-    book.open(PAIR, RequestId("r"), 5, 8)
-    book.open((PAIR[0], b"another prompt"), RequestId("other"), 5)
+    book = LeaseBook(remember_s=10, early_s=5)
+    book.open(PAIR, RequestId("r"), 0, 5, 8)
+    book.open((PAIR[0], b"another prompt"), RequestId("other"), 0, 5)
     assert book.renew(*PAIR, "c", 30)
     assert not book.renew(PAIR[0], b"a third prompt", "c", 30)
     assert book.renew(PAIR[0], None, "c", 30), "all pairs of the transfer"
@@ -71,20 +82,47 @@ def test_a_renewal_reaches_no_further_than_the_limit():
 
 
 def test_a_release_without_a_prompt_key_means_the_only_pair():
-    book = LeaseBook(remember_s=10)
-    book.open(PAIR, RequestId("r"), 5)
-    book.open(PAIR, RequestId("sibling"), 5)
+    book = LeaseBook(remember_s=10, early_s=5)
+    book.open(PAIR, RequestId("r"), 0, 5)
+    book.open(PAIR, RequestId("sibling"), 0, 5)
     assert book.release(PAIR[0], None, "c", 1) == (True, Settled(PAIR[0], RequestId("r"), "released"))
     assert book.release(PAIR[0], None, "c", 1) == (True, None)
-    book.open((PAIR[0], b"another prompt"), RequestId("other"), 5)
+    book.open((PAIR[0], b"another prompt"), RequestId("other"), 0, 5)
     assert book.release(PAIR[0], None, "d", 1) == (True, None), "which one is meant cannot be known"
     assert book.release(TransferId("b" * 32), None, "d", 1) == (False, None)
     assert len(book) == 2
 
 
+def test_a_release_that_comes_first_settles_the_offer_as_it_opens():
+    """A consumer that gave up before the prompt was offered leaves no offer that waits for its lease."""
+    book = LeaseBook(remember_s=10, early_s=5)
+    assert book.release(*PAIR, "c", 0) == (False, None)
+    assert book.release(*PAIR, "c", 1) == (False, None), "said again until it is answered"
+    assert book.open(PAIR, RequestId("r"), 2, 9) == Settled(PAIR[0], RequestId("r"), "released")
+    assert book.open(PAIR, RequestId("sibling"), 2, 9) is None, "one consumer settles one offer"
+    assert book.release(*PAIR, "c", 3) == (True, None)
+    other = (PAIR[0], b"another prompt")
+    assert book.release(*other, "d", 0) == (False, None)
+    assert book.open(other, RequestId("late"), 5, 9) is None, "it was too long ago"
+    unknown = TransferId("b" * 32)
+    assert book.release(unknown, None, "e", 0) == (False, None)
+    assert book.open((unknown, b"any prompt"), RequestId("only"), 1, 9) == Settled(
+        unknown, RequestId("only"), "released"
+    )
+    book.check()
+
+
+def test_what_is_remembered_of_strangers_is_bounded():
+    book = LeaseBook(remember_s=10, early_s=5)
+    for number in range(MAX_EARLY + 1):
+        book.release(TransferId(f"{number:032x}"), b"k", "c", 0)
+    assert book.open((TransferId(f"{0:032x}"), b"k"), RequestId("first"), 1, 9) is None
+    assert book.open((TransferId(f"{1:032x}"), b"k"), RequestId("second"), 1, 9) is not None
+
+
 def test_a_pair_is_forgotten_after_a_while():
-    book = LeaseBook(remember_s=10)
-    book.open(PAIR, RequestId("r"), 5)
+    book = LeaseBook(remember_s=10, early_s=5)
+    book.open(PAIR, RequestId("r"), 0, 5)
     assert book.release(*PAIR, "c", 1)[1] == Settled(PAIR[0], RequestId("r"), "released")
     assert book.release(*PAIR, "c", 2) == (True, None)
     book.expire(10.9)

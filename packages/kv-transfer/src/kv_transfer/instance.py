@@ -162,7 +162,7 @@ class _Porter:
         self._reactor = reactor
         self._settled = settled
         self._config = config
-        self._leases = LeaseBook(config.tombstone_s)
+        self._leases = LeaseBook(config.tombstone_s, config.lease_s)
         self._card: InstanceCard | None = None
         self._expiry: Timer | None = None
 
@@ -172,8 +172,9 @@ class _Porter:
     def open(
         self, transfer_id: TransferId, request_id: RequestId, prompt_key: bytes, lease_end: float, limit: float
     ) -> None:
-        self._leases.open((transfer_id, prompt_key), request_id, lease_end, limit)
+        now = self._reactor.timers.clock()
         self._reactor.counters.add("offers_opened")
+        self._end(self._leases.open((transfer_id, prompt_key), request_id, now, lease_end, limit))
         self._arm(EXPIRY_PERIOD_S)
 
     def restart(self, request_id: RequestId, lease_end: float, limit: float) -> None:

@@ -4,17 +4,24 @@ In:  offers as they open, renewals and releases by consumers, the time.
 Out: offers that are settled, each once, with the reason.
 Law: an offer is settled by one release, by the end of its lease, or by its engine, whichever comes first; one consumer
      settles at most one offer of a pair, however often it repeats itself. A pair is (transfer id, prompt key). Renewals
-hold a lease up to a limit from its opening, and only those of consumers that have settled nothing.
+     hold a lease up to a limit from its opening, and only those of consumers that have settled nothing. A release that
+     comes before its offer is remembered for a while, and settles the offer as it opens: a consumer that has given up
+     does not come back for it.
 
 No I/O and no clock; of one thread.
 """
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Final
 
 from kv_core.ids import RequestId, TransferId
 from kv_transfer.orders import Settled
 
 Pair = tuple[TransferId, bytes]
+
+MAX_EARLY: Final = 4096
+"""Releases of unknown pairs that are remembered; the oldest are forgotten first."""
 
 
 @dataclass(slots=True)
@@ -37,22 +44,38 @@ class _Offers:
 class LeaseBook:
     """All open offers of an instance, and for a while those that were."""
 
-    def __init__(self, remember_s: float) -> None:
-        """`remember_s`: how long a pair whose offers are all settled is still known."""
+    def __init__(self, remember_s: float, early_s: float) -> None:
+        """`remember_s`: how long a pair whose offers are all settled is still known; `early_s`: how long a release of
+        an unknown one is."""
         self._remember_s = remember_s
+        self._early_s = early_s
         self._pairs: dict[Pair, _Offers] = {}
         self._pair_of: dict[RequestId, Pair] = {}
+        self._early: OrderedDict[tuple[TransferId, bytes | None, str], float] = OrderedDict()  # until when
 
     def __len__(self) -> int:
         """Number of open offers."""
         return len(self._pair_of)
 
-    def open(self, pair: Pair, request_id: RequestId, lease_end: float, limit: float | None = None) -> None:
-        """One more offer; a request has one at a time. `limit`: what renewals can reach (nothing, if None)."""
+    def knows(self, pair: Pair) -> bool:
+        """Whether there is an offer of this pair, or was one a while ago."""
+        return pair in self._pairs
+
+    def open(
+        self, pair: Pair, request_id: RequestId, now: float, lease_end: float, limit: float | None = None
+    ) -> Settled | None:
+        """One more offer, which may be settled already; a request has one at a time.
+
+        `limit`: what renewals can reach (nothing, if None).
+        """
         assert request_id not in self._pair_of, "law: a request has one offer at a time"
         offers = self._pairs.setdefault(pair, _Offers())
         offers.leases[request_id] = _Lease(lease_end, lease_end if limit is None else max(lease_end, limit))
         self._pair_of[request_id] = pair
+        if (consumer := self._take_early(pair, now)) is None:
+            return None
+        offers.consumers.add(consumer)
+        return self._settle(request_id, "released", now)
 
     def renew(self, transfer_id: TransferId, prompt_key: bytes | None, consumer: str, end: float) -> bool:
         """Offers of this pair, or of all pairs of the transfer, wait until `end`; False if there is none to wait."""
@@ -80,6 +103,7 @@ class LeaseBook:
             return True, None
         offers = self._pairs.get(pairs[0]) if pairs else None
         if offers is None:
+            self._remember_early((transfer_id, prompt_key, consumer), now)
             return False, None
         if consumer in offers.consumers or not offers.leases:
             return True, None
@@ -99,6 +123,22 @@ class LeaseBook:
         for pair in [pair for pair, offers in self._pairs.items() if not offers.leases and offers.forget_at <= now]:
             del self._pairs[pair]
         return settled
+
+    def _remember_early(self, release: tuple[TransferId, bytes | None, str], now: float) -> None:
+        self._early[release] = now + self._early_s
+        self._early.move_to_end(release)
+        if len(self._early) > MAX_EARLY:
+            self._early.popitem(last=False)
+
+    def _take_early(self, pair: Pair, now: float) -> str | None:
+        """The consumer that has released an offer of this pair before there was one, the first of them."""
+        while self._early and next(iter(self._early.values())) <= now:
+            self._early.popitem(last=False)
+        for release in self._early:
+            if release[0] == pair[0] and release[1] in (None, pair[1]):
+                del self._early[release]
+                return release[2]
+        return None
 
     def _pairs_of(self, transfer_id: TransferId) -> list[Pair]:
         return [pair for pair in self._pairs if pair[0] == transfer_id]
