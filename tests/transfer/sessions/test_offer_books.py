@@ -19,52 +19,66 @@ ACTIONS = st.one_of(
 )
 
 
+class Naive:
+    """Open offers, oldest first, each with the end of its lease; who has settled one; who has released one before
+    there was any, and until when that counts."""
+
+    def __init__(self):
+        self.now, self.offers, self.limits = 0.0, dict[str, float](), dict[str, float]()
+        self.consumers, self.early = set[str](), dict[str, float]()
+
+    def open(self, book, number, more):
+        name, now = f"r{number}", self.now
+        if name in self.offers:
+            return
+        settled = book.open(PAIR, RequestId(name), now, now + more, now + 20)
+        first = next((consumer for consumer, until in self.early.items() if until > now), None)
+        assert settled == (None if first is None else Settled(PAIR[0], RequestId(name), "released"))
+        if first is None:
+            self.offers[name], self.limits[name] = now + more, now + 20
+        else:
+            del self.early[first]
+            self.consumers.add(first)
+
+    def renew(self, book, number, more):
+        waits = f"c{number}" not in self.consumers
+        assert book.renew(*PAIR, f"c{number}", self.now + more) == (waits and bool(self.offers))
+        for name, end in self.offers.items() if waits else ():
+            self.offers[name] = max(end, min(self.now + more, self.limits[name]))
+
+    def release(self, book, number, _):
+        consumer = f"c{number}"
+        known, settled = book.release(*PAIR, consumer, self.now)
+        assert known or not self.offers
+        expected = None
+        if not known:
+            self.early.pop(consumer, None)
+            self.early[consumer] = self.now + 5
+        elif self.offers and consumer not in self.consumers:
+            self.consumers.add(consumer)
+            expected = next(iter(self.offers))
+            del self.offers[expected]
+        assert settled == (expected and Settled(PAIR[0], RequestId(expected), "released"))
+
+    def withdraw(self, book, number, _):
+        settled = book.withdraw(RequestId(f"r{number}"), "why", self.now)
+        assert (settled is not None) == (self.offers.pop(f"r{number}", None) is not None)
+
+    def wait(self, book, number, _):
+        self.now += number
+        expired = {settled.request_id for settled in book.expire(self.now)}
+        assert expired == {name for name, end in self.offers.items() if end <= self.now}
+        self.offers = {name: end for name, end in self.offers.items() if end > self.now}
+        if not book.knows(PAIR):
+            self.consumers.clear()
+
+
 @given(st.lists(ACTIONS, max_size=40))
 def test_a_lease_book_settles_each_offer_once(actions):
-    """The naive model: a list of open offers, oldest first, and the names of consumers that settled one; and who
-    has released one, and when, while there was none."""
-    book, now, offers, consumers = LeaseBook(remember_s=3, early_s=5), 0.0, list[tuple[str, float]](), set[str]()
-    limits, early = dict[str, float](), dict[str, float]()
+    book, naive = LeaseBook(remember_s=3, early_s=5), Naive()
     for kind, number, more in actions:
-        if kind == "open" and all(request_id != f"r{number}" for request_id, _ in offers):
-            settled = book.open(PAIR, RequestId(f"r{number}"), now, now + more, now + 20)
-            first = next((name for name, until in early.items() if until > now), None)
-            if first is None:
-                assert settled is None
-                offers.append((f"r{number}", now + more))
-                limits[f"r{number}"] = now + 20
-            else:
-                assert settled == Settled(PAIR[0], RequestId(f"r{number}"), "released")
-                consumers.add(first)
-                del early[first]
-        elif kind == "renew":
-            waits = f"c{number}" not in consumers
-            assert book.renew(*PAIR, f"c{number}", now + more) == (waits and bool(offers))
-            if waits:
-                offers = [(name, max(end, min(now + more, limits[name]))) for name, end in offers]
-        elif kind == "release":
-            known, settled = book.release(*PAIR, f"c{number}", now)
-            assert not offers or known
-            if not known:
-                early.pop(f"c{number}", None)
-                early[f"c{number}"] = now + 5
-            if offers and f"c{number}" not in consumers:
-                consumers.add(f"c{number}")
-                assert settled == Settled(PAIR[0], RequestId(offers.pop(0)[0]), "released")
-            else:
-                assert settled is None
-        elif kind == "withdraw":
-            settled = book.withdraw(RequestId(f"r{number}"), "why", now)
-            assert (settled is not None) == any(request_id == f"r{number}" for request_id, _ in offers)
-            offers = [each for each in offers if each[0] != f"r{number}"]
-        elif kind == "wait":
-            now += number
-            expired = {settled.request_id for settled in book.expire(now)}
-            assert expired == {request_id for request_id, end in offers if end <= now}
-            offers = [each for each in offers if each[1] > now]
-            if not offers and not book.knows(PAIR):
-                consumers.clear()
-        assert len(book) == len(offers)
+        getattr(naive, kind)(book, number, more)
+        assert len(book) == len(naive.offers)
         book.check()
 
 
