@@ -196,6 +196,19 @@ def test_a_thread_that_fails_lets_run_what_runs_and_tells_all(thread):
     assert set(ends) == {"runs", "fails"}
 
 
+def test_a_job_in_which_the_thread_fails_is_never_told_as_done(thread, monkeypatch):
+    """The lane may say that it is over before the thread has failed."""
+
+    def end_of(lane, wake):
+        wake(None)
+        return lambda: True
+
+    monkeypatch.setattr(thread.lanes, "end_of", end_of)
+    thread.copy("fails", fails=SystemExit("planted"))
+    _, moved = thread.next_end()
+    assert isinstance(moved.error, MoverFailed)
+
+
 def test_a_lanes_own_thread_tells_the_end(monkeypatch):
     """At once: the copy thread would look a minute later."""
     monkeypatch.setattr("kv_transfer.mover.LOOK_S", 60)

@@ -223,6 +223,10 @@ class Mover:
             flight.value = end.value
         except Exception as error:
             flight.error = error
+        except BaseException as end:
+            # Why here: whoever waits for the lane may tell the job before this thread has failed.
+            flight.error = MoverFailed(f"the copy thread has failed: {end!r}")
+            raise
         finally:
             self._watch(flight, lane)
 
