@@ -171,3 +171,41 @@ def test_a_smaller_quota_holds_from_the_next_write_on(tmp_path):
 def test_settings_without_sense_are_refused(tmp_path, changes):
     with pytest.raises(ValueError, match="got|needs|empty"):
         config_of(tmp_path, **changes)
+
+
+def test_a_file_that_is_being_filled_counts_with_its_whole_size(tmp_path):
+    others = []
+
+    def write(file, buffer):
+        if not others:
+            others.extend((1, 2))
+            assert [beside.keep(name) for name in others] == [None, None]
+        return os.write(file, buffer)
+
+    beside = Shelf(tmp_path, 2)
+    shelf = Shelf(tmp_path, 2, mover=PlainFiles(FileCalls(write=write)))
+    assert shelf.keep(0) is None
+    assert shelf.num_bytes() == 2 * RECORD_BYTES
+    assert shelf.has(0, 1, 2) == [0, 2]
+
+
+def test_what_a_dead_process_was_writing_makes_room_for_a_living_one(tmp_path):
+    living = Shelf(tmp_path, 3)
+    dead = living.directory / "kv-blocks-1-dead"
+    dead.mkdir()
+    for name, size in (("lock", 0), ("0.part", 2 * RECORD_BYTES)):
+        (dead / name).write_bytes(bytes(size))
+    (living.directory / "usage").unlink()
+    assert [living.keep(name) for name in range(3)] == [None] * 3
+    assert not dead.exists()
+    assert living.has(0, 1, 2) == [0, 1, 2]
+
+
+def test_what_others_evicted_is_written_again(tmp_path):
+    shelf = Shelf(tmp_path, 3)
+    assert shelf.keep(0) is None
+    assert shelf.has(0) == [0]
+    (path,) = record_files(shelf.directory)
+    path.unlink()
+    assert shelf.keep(0) is None
+    assert record_files(shelf.directory) == [path]
