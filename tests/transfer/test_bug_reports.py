@@ -218,6 +218,7 @@ TWO = replace(FAST, send_arena_bytes=2 * 4096, receive_arena_bytes=2 * 4096, req
 """Room for two chunks on either side."""
 
 
+@pytest.mark.patient
 def test_br_26_whatever_fails_leaves_nothing_open(monkeypatch):
     """One failure after the other, and no new request between them that might clean up."""
     with pair(config=TWO) as (p, d, hub):

@@ -25,7 +25,7 @@ def test_nobody_enters_after_it_was_shut(steps) -> None:
 
 def test_many_threads_at_one_gate() -> None:
     """Whoever shuts it sees no write after that."""
-    for _ in range(200):
+    for _ in range(50):
         gate, written, at_shut = Gate(), [], []
 
         def copy(gate=gate, written=written) -> None:
