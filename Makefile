@@ -6,8 +6,10 @@ RUN := $(PY) -m
 # Seed of the long versions, and folders of tests to leave it at: `make test-long SEED=1 ONLY=tests/transfer`.
 SEED ?= 0
 ONLY ?=
-# Processes that share the tests without engines: one more than cores, since many of these tests wait.
-WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+# Tests that wait in real time and measure it: they run one after the other, as real engines do. The rest runs on so many
+# processes.
+REAL_TIME := tests/transfer/agent tests/transfer/sessions tests/transfer/processes
+WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup check test test-suite test-long test-packages test-compat test-gpu demo bench format clean
@@ -27,9 +29,10 @@ check: setup ## Check format, lint, types and who imports whom
 
 test: check test-packages test-suite ## Run all that CI runs (real vLLM and NIXL included, no GPU)
 
-test-suite: setup ## Run the test suite alone: with real engines, then all the rest on WORKERS processes
-	@$(RUN) pytest tests/e2e; engines=$$?; \
-	$(RUN) pytest --ignore=tests/e2e --numprocesses=$(WORKERS) --dist=loadgroup && exit $$engines
+test-suite: setup ## Run the test suite alone: real engines, then real time, then the rest on WORKERS processes
+	@$(RUN) pytest tests/e2e; engines=$$?; $(RUN) pytest $(REAL_TIME); real_time=$$?; \
+	$(RUN) pytest $(addprefix --ignore=,tests/e2e $(REAL_TIME)) --numprocesses=$(WORKERS) --dist=worksteal && \
+	exit $$((engines + real_time))
 
 test-packages: setup ## Test each package in an environment of its own, without what it does not declare
 	$(PY) tools/check_packages.py

@@ -1,18 +1,10 @@
 """The fleet: five engines in processes of their own, started once for all tests of this folder."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from kv_testing.fleet.fleet import Fleet
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run on several processes, one of them has all of these: a fleet of each is enough for a machine."""
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.xdist_group("fleet"))
 
 
 @pytest.fixture(scope="session", params=[None, "tcp"], ids=["shm", "tcp"])

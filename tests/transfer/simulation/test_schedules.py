@@ -33,8 +33,8 @@ from kv_transfer.tombstones import Tombstones
 
 pytestmark = pytest.mark.drawn
 
-NUM_SCHEDULES = 20_000
-"""About 10 ms each on one core."""
+NUM_SCHEDULES = 4_000
+"""About 20 ms each on one core; 20,000 would need more than three minutes of two."""
 NUM_STRETCHES, NUM_A_STRETCH = 10, 100_000
 SHARD = 10_000_000
 
@@ -195,7 +195,7 @@ CONTROLS: list[tuple[Patch, int, str]] = [
     (_without_checksum, 0, "wrong bytes"),
     (_without_proof, 4400, "wrong bytes"),
     (_without_write_ends, 0, "still open|the next request fails"),
-    (_without_tombstones, 270, REUSED),
+    (_without_tombstones, 0, f"{REUSED}|still open"),
     (_without_probes, 110, REUSED),
     (_with_early_timers, 5260, REUSED),
     (_with_ended_tickets, 0, "given back under"),
@@ -204,7 +204,7 @@ CONTROLS: list[tuple[Patch, int, str]] = [
     (_with_sessions_of_abandoned_prompts, 0, "wrong bytes|has not|still open"),
 ]
 """What is switched off, the first seed tried, and the law then broken. Counted from seed 0 eight are found
-within 13 seeds, the others at seeds 4429, 310, 150, 5296 and 228: they need two rare things in one schedule."""
+within 33 seeds, the others at seeds 4429, 150, 5296 and 228: they need two rare things in one schedule."""
 NUM_TRIED = 50
 
 
