@@ -16,8 +16,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpu_rows import Table, device_name, num_gpus
-from in_flight import Gpus, Plan, Told, measured
+from gpu_rows import Table, device_name
+from in_flight import Plan, Told, add_gpus, gpus_of, measured
 from plain_nixl import plain_of
 
 from kv_engine_adapter.cli.bench_pair import Case, Side
@@ -105,21 +105,14 @@ def summary(table: Table) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--gpus", default="0,1", help="of the sender and of the receiver")
+    add_gpus(parser)
     parser.add_argument("--cases", nargs="+", choices=GROUPS, default=["direct", "relaid", "staged"])
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    gpus: Gpus = None
-    if options.device == "cuda" and num_gpus() < 2:
-        print("not measured: this benchmark needs two GPUs of one host")
-        return
-    if options.device == "cuda":
-        sender, receiver = options.gpus.split(",")
-        gpus = sender, receiver
+    gpus = gpus_of(options)
     table, plan = Table("gpu_paths", device_name(options.device)), Plan((1, options.at_once), options.repeats)
     for row in (row for group in options.cases for row in GROUPS[group]()):
         if gpus is None and row.name.startswith("direct"):

@@ -94,12 +94,30 @@ def measured(case: Case, gpus: Gpus, plan: Plan) -> list[Told]:
     return found
 
 
-def main() -> None:
-    from gpu_rows import Table, device_name, num_gpus
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_gpus(parser: argparse.ArgumentParser) -> None:
+    """Where to measure."""
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--gpus", default="0,1", help="of the sender and of the receiver")
+
+
+def gpus_of(options: argparse.Namespace) -> Gpus:
+    """Those of sender and receiver, none on a CPU. Without two GPUs the program ends: nothing is measured."""
+    from gpu_rows import num_gpus
+
+    if options.device == "cpu":
+        return None
+    if num_gpus() < 2:
+        print("not measured: this benchmark needs two GPUs of one host")
+        raise SystemExit(0)
+    sender, receiver = options.gpus.split(",")
+    return sender, receiver
+
+
+def main() -> None:
+    from gpu_rows import Table, device_name
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_gpus(parser)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=["direct", "staged"])
@@ -108,13 +126,7 @@ def main() -> None:
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    gpus: Gpus = None
-    if options.device == "cuda" and num_gpus() < 2:
-        print("not measured: this benchmark needs two GPUs of one host")
-        return
-    if options.device == "cuda":
-        sender, receiver = options.gpus.split(",")
-        gpus = sender, receiver
+    gpus = gpus_of(options)
     paths = options.paths if gpus else [path for path in options.paths if path != "direct"]
     table = Table("in_flight", device_name(options.device))
     plan = Plan(tuple(options.requests), options.repeats, options.profile)

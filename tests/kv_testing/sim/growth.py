@@ -12,7 +12,8 @@ from random import Random
 
 from kv_core.ids import Rank, RequestId, TransferId
 from kv_core.spans import Span, ceil_div
-from kv_testing.sim.instances import NUM_TOKENS, Instance, SimRank
+from kv_testing.sim.blocks import NUM_TOKENS
+from kv_testing.sim.instances import Instance, SimRank
 from kv_transfer.growth import GrowingBook
 from kv_transfer.orders import BlockTables, Offer, Tables
 

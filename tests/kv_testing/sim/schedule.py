@@ -15,9 +15,10 @@ from random import Random
 
 from kv_core.ids import Rank, RequestId, TransferId
 from kv_core.spans import Span
+from kv_testing.sim.blocks import NUM_TOKENS, state_of, tables_of
 from kv_testing.sim.clockwork import Clockwork, Process, Violation, Weather, check
 from kv_testing.sim.growth import Growth
-from kv_testing.sim.instances import NUM_TOKENS, Instance, state_of, tables_of
+from kv_testing.sim.instances import Instance
 from kv_testing.sim.network import Network
 from kv_transfer.config import TransferConfig
 from kv_transfer.orders import BlockTables, Offer, Received, ReceiveOrder, Settled

@@ -43,6 +43,19 @@ def _settled(door, number=1):
     return found
 
 
+def test_a_release_that_is_there_before_its_offer_settles_it(doors):
+    """A load that is given up at once may be quicker than the door that opens its offer."""
+    p, d = doors
+    transfer = fresh_id()
+    d.release(_errand(p, transfer, PROMPT, "d-1/a", "p-1"))
+    wait_for(lambda: d.status().counters.get("releases_answered", 0) == 1, what="the answer")
+    assert p.status().counters["unknown_releases"] == 1
+    p.open_offer(transfer, "r0", PROMPT)
+    assert _settled(p) == [Settled(transfer, "r0", "released")]
+    p.open_offer(transfer, "r1", PROMPT)
+    wait_for(lambda: p.status().gauges["offers"] == 1, what="an offer that nobody has released")
+
+
 def test_a_release_settles_the_oldest_offer_once_a_consumer(doors):
     p, d = doors
     transfer = fresh_id()
