@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.nixl, pytest.mark.timeout(300)]
 
 CASES = all_cases()
 ACTIONS: tuple[Action, ...] = ("kill", "stop", "close", "abort", "drop", "double", "late", "corrupt")
+KINDS = tuple(dict.fromkeys((case.trap.action, case.until) for case in CASES))
 USUAL: dict[str | None, tuple[tuple[Action, str, Until], ...]] = {
     None: (
         ("kill", "p", "a moment later"),
@@ -41,9 +42,9 @@ def test_a_fault_at_a_step(fleet, number):
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("action", ACTIONS)
-def test_every_fault_at_every_step(fleet, action, record_property):
-    cases = [case for case in CASES if case.trap.action == action]
+@pytest.mark.parametrize(("action", "until"), KINDS)
+def test_every_fault_at_every_step(fleet, action, until, record_property):
+    cases = [case for case in CASES if (case.trap.action, case.until) == (action, until)]
     record_property("cases", len(cases))
     for case in Random(int(os.environ.get("KVFERRY_SEED", "0"))).sample(cases, len(cases)):
         try:
