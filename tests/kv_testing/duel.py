@@ -11,9 +11,10 @@ from collections import Counter
 
 from kv_core.errors import CallerError, CapacityError
 from kv_core.events import Created, Removed, Stored, Updated
-from kv_core.keys import Scope
+from kv_core.keys import Scope, chain_keys, encoded_items, scope_key
 from kv_core.manager import KVCacheManager
 from kv_core.request import Request
+from kv_core.spans import Span
 from kv_core.tiers import Place, Tier
 from kv_testing.naive_manager import NaiveManager
 
@@ -30,6 +31,7 @@ class Duel:
         self.names = 0
         self.beams = {}
         self.mirror = {}
+        self.ordinals = {}
         self.num_copies = 0
         self.copies_taken = 0
 
@@ -276,6 +278,7 @@ class Duel:
         if isinstance(payload, Stored):
             if payload.parent is not None and not self.real.config.is_sliding(window):
                 assert (window, payload.parent) in self.mirror, "a chain hangs on a known block"
+            self.check_keys(window, payload)
             for block in payload.blocks:
                 assert (window, block.key) not in self.mirror, "a block is stored once"
                 self.mirror[window, block.key] = (block.tier, block.priority)
@@ -293,6 +296,26 @@ class Duel:
             self.mirror[window, payload.key] = (tier, priority)
         else:
             assert isinstance(payload, Created)
+
+    def check_keys(self, window, stored):
+        """What is told of blocks is all that decides their keys: scope, items and tokens.
+
+        Behind blocks that a sliding window dropped untold the place is not known, so items are looked for nowhere.
+        """
+        parent = scope_key(stored.scope) if stored.parent is None else stored.parent
+        ordinal = self.ordinals.get((window, stored.parent), 0)
+        assert stored.parent is not None or ordinal == 0
+        if stored.parent is not None and not ordinal:
+            return
+        items = encoded_items(stored.scope, self.world.tokens_per_block)
+        for block in stored.blocks:
+            content = unqualified(block.tokens) if block.extra_ids is None else qualified(block.tokens, block.extra_ids)
+            size = self.world.tokens_per_block * (4 if block.extra_ids is None else 16)
+            span = Span(ordinal, ordinal + 1)
+            [parent] = chain_keys(parent, content, size, span, items, plain=block.extra_ids is None)
+            assert parent == block.key, "a key follows from what is told"
+            ordinal += 1
+            self.ordinals[window, block.key] = ordinal
 
     def finish(self):
         """When all is given back, everything is free."""
@@ -314,6 +337,15 @@ def decoded(content, width):
         (int.from_bytes(content[at : at + 8], "little"), int.from_bytes(content[at + 8 : at + 16], "little"))
         for at in range(0, len(content), 16)
     ]
+
+
+def unqualified(tokens):
+    return b"".join((token & 0xFFFFFFFF).to_bytes(4, "little") for token in tokens)
+
+
+def qualified(tokens, extra_ids):
+    pairs = zip(tokens, extra_ids, strict=True)
+    return b"".join((token & 0xFFFFFFFF).to_bytes(8, "little") + extra.to_bytes(8, "little") for token, extra in pairs)
 
 
 def decoded_items(items):

@@ -128,6 +128,19 @@ def test_d52_events_name_their_scope_and_a_flood_leaves_a_mark():
     assert len(whole) == 7
 
 
+def test_d52_stored_blocks_and_the_snapshot_name_the_items_that_start_in_them():
+    ours = manager(16, event_buffer_size=100)
+    pictures = ((b"one", 2), (b"two", 9), (b"three", 9))
+    run(ours, "a", A[:13], items=pictures, lora="l")
+    [_, stored] = payloads(ours)
+    assert (stored.scope.lora, set(stored.scope.extras)) == ("l", set(pictures))
+    run(ours, "b", [*A[:8], *B[:6]], items=pictures[:1], lora="l")
+    [again] = payloads(ours)
+    assert again.scope.extras == (), "the first picture starts in a block that was told before"
+    told = [event.payload.scope.extras for event in ours.snapshot()]
+    assert sorted(one for extras in told for one in extras) == sorted(pictures)
+
+
 def test_d53_extra_ids_and_items_bound_partial_matches():
     ours = manager(16)
     run(ours, "a", A[:5], extra_ids=[0] * 5)

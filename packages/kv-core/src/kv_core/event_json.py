@@ -9,10 +9,10 @@ Law: what identifies content is told: adapter, salt and items of a stored chain.
 Blocks are called by their 256-bit keys in hex, or by the seed's 64-bit hashes for consumers that still want those.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final, NamedTuple, Protocol
 
-from kv_core.content import BlockContent
+from kv_core.content import BlockContent, ItemPart
 from kv_core.errors import CallerError
 from kv_core.events import Change, Created, Event, Removed, Reset, Stored, StoredBlock, Updated
 from kv_core.keys import BlockKey, Scope
@@ -44,33 +44,60 @@ class HexNames:
         """Nothing to forget."""
 
 
+class _Told(NamedTuple):
+    """A block that was told: its hash, how many tokens end with it, and the items that go on behind them."""
+
+    hash: int
+    stop: int
+    items: tuple[tuple[bytes, int], ...]
+
+
+_START: Final = _Told(NO_PARENT, 0, ())
+
+
 class SeedNames:
     """The seed's 64-bit hashes, bit for bit, from the content that stored events tell.
 
-    Adapter and salt have to be numbers, as they were there. CallerError for those that are not, for multimodal items
-    (their hash needs lengths that a scope does not carry) and for a block whose parent was never told.
+    Adapter and salt have to be numbers, as they were there. How many tokens a multimodal item covers is not told:
+    `item_lengths` says it, by digest. Items enter a hash in the order of their first tokens. CallerError for what is no
+    number, for an item of unknown length and for a block whose parent was never told.
     """
 
-    def __init__(self) -> None:
-        self._hashes: dict[tuple[int, BlockKey], int] = {}
+    def __init__(self, item_lengths: Mapping[bytes, int] | None = None) -> None:
+        self._item_lengths = {} if item_lengths is None else item_lengths
+        self._told: dict[tuple[int, BlockKey], _Told] = {}
 
     def stored(self, window: int, event: Stored) -> None:
-        parent = NO_PARENT if event.parent is None else self._known(window, event.parent)
+        before = _START if event.parent is None else self._known(window, event.parent)
         for block in event.blocks:
-            parent = seed_hash(_content(event.scope, block), parent)
-            self._hashes[window, block.key] = parent
+            before = self._next(before, event.scope, block)
+            self._told[window, block.key] = before
 
     def name(self, window: int, key: BlockKey, /) -> str | int:
-        return self._known(window, key)
+        return self._known(window, key).hash
 
     def removed(self, window: int, event: Removed) -> None:
         for key in event.keys:
-            self._hashes.pop((window, key), None)
+            self._told.pop((window, key), None)
 
-    def _known(self, window: int, key: BlockKey) -> int:
-        if (window, key) not in self._hashes:
+    def _next(self, before: _Told, scope: Scope, block: StoredBlock) -> _Told:
+        start, stop = before.stop, before.stop + len(block.tokens)
+        items = (*before.items, *(item for item in scope.extras if start <= item[1] < stop))
+        parts = tuple(ItemPart(digest, max(0, start - first)) for digest, first in items)
+        lora, salt = _number("lora", scope.lora), _number("salt", scope.salt)
+        content = BlockContent(block.tokens, block.extra_ids, lora, salt, parts)
+        behind = tuple((digest, first) for digest, first in items if first + self._length(digest) > stop)
+        return _Told(seed_hash(content, before.hash), stop, behind)
+
+    def _length(self, digest: bytes) -> int:
+        if digest not in self._item_lengths:
+            raise CallerError(f"64-bit hashes of multimodal items need their lengths: digest={digest.hex()}")
+        return self._item_lengths[digest]
+
+    def _known(self, window: int, key: BlockKey) -> _Told:
+        if (window, key) not in self._told:
             raise CallerError(f"no stored event told of this block: window={window}, key={key.hex()}")
-        return self._hashes[window, key]
+        return self._told[window, key]
 
 
 def events_to_json(events: Iterable[Event], names: BlockNames | None = None) -> Iterator[Json]:
@@ -130,12 +157,6 @@ def _block(window: int, block: StoredBlock, names: BlockNames) -> Json:
 
 def _diff(change: Change | None) -> Json | None:
     return None if change is None else {"type": "event_diff", "new_value": change.new, "old_value": change.old}
-
-
-def _content(scope: Scope, block: StoredBlock) -> BlockContent:
-    if scope.extras:
-        raise CallerError(f"64-bit hashes of multimodal items need their lengths: extras={len(scope.extras)}")
-    return BlockContent(block.tokens, block.extra_ids, _number("lora", scope.lora), _number("salt", scope.salt))
 
 
 def _number(name: str, text: str | None) -> int | None:

@@ -60,6 +60,8 @@ class StoredPiece(NamedTuple):
 class Stored:
     """A chain of blocks entered the tree under `parent` (None: the root of `scope`).
 
+    `scope` has the multimodal items that start in these blocks; those that started before are told with the blocks
+    before. So each key follows from what is told (`kv_core.keys.chain_keys`).
     The pieces are what the engine's thread has at hand; `blocks` spells them out, at the cost of whoever reads.
     """
 

@@ -114,7 +114,7 @@ def snapshot(window: Window) -> list[Event]:
         parent = before[-1] if before else None
         content = run.content()[run.num_gone * run.block_bytes :]
         piece = StoredPiece(tuple(run.live_keys), content, root.width, window.tokens_per_block, run.tier, run.priority)
-        events.append(Event(0, window.size, Stored(parent, root.scope, (piece,))))
+        events.append(Event(0, window.size, Stored(parent, root.scope_of([run]), (piece,))))
     return events
 
 

@@ -16,7 +16,7 @@ of what is hashed, so that a block's key does not depend on the block size of th
 """
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Final, NewType, cast
@@ -38,6 +38,7 @@ _BLOCK_TAG: Final = b"kvferry block 1\0"
 _QUALIFIED_TAG: Final = b"kvferry extra ids 1\0"
 _PROMPT_TAG: Final = b"kvferry prompt 1\0"
 _SIZE: Final = struct.Struct("<Q").pack
+_SIZES: Final = struct.Struct("<QQ")
 _NO_ITEMS: Final = _SIZE(0)
 
 
@@ -123,6 +124,15 @@ def encoded_items(scope: Scope, tokens_per_block: int) -> dict[int, bytes]:
     for digest, start in scope.extras:
         starts.setdefault(start // tokens_per_block, []).append((start % tokens_per_block, digest))
     return {ordinal: _encoded(sorted(items)) for ordinal, items in starts.items()}
+
+
+def decoded_items(encoded: bytes) -> Iterator[tuple[int, bytes]]:
+    """What `encoded_items` says of one block: the items that start in it, as (offset in the block, digest)."""
+    at = len(_NO_ITEMS)
+    while at < len(encoded):
+        offset, length = _SIZES.unpack_from(encoded, at)
+        at += _SIZES.size + length
+        yield offset, encoded[at - length : at]
 
 
 def prompt_key(tokens: Sequence[int], scope: Scope) -> BlockKey:

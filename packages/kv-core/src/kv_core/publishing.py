@@ -135,7 +135,8 @@ class _Chain:
         if events is not None and self._news:
             parent = self._news[0].parent
             key = parent.keys[-1] if parent is not None and parent.keys else None
-            events.stored(self.window.size, key, self.table.root.scope, [self._piece(run) for run in self._news])
+            scope = self.table.root.scope_of(self._news)
+            events.stored(self.window.size, key, scope, [self._piece(run) for run in self._news])
         self._news = []
 
     def _piece(self, run: Run) -> StoredPiece:

@@ -7,10 +7,10 @@ Law: a child begins with the bytes under which its parent knows it, and starts w
 """
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final, NamedTuple
 
-from kv_core.keys import Scope
+from kv_core.keys import Scope, decoded_items
 from kv_core.runs import Run
 from kv_core.token_log import TokenLog, first_item_offset
 
@@ -34,6 +34,18 @@ class Root(Run):
     def width(self) -> int:
         """Bytes a token."""
         return self.scope_key[2]
+
+    def scope_of(self, runs: Iterable[Run]) -> Scope:
+        """The scope of some chain below, with the items that start in its runs."""
+        items = [run for run in runs if run.items]
+        if not items:
+            return self.scope
+        extras = (
+            (digest, run.start * run.block_bytes // self.width + offset)
+            for run in items
+            for offset, digest in decoded_items(run.items)
+        )
+        return Scope(self.scope.lora, self.scope.salt, tuple(extras))
 
 
 class Source(NamedTuple):
