@@ -226,8 +226,11 @@ class Duel:
                 for beam in range(beams):
                     ours = self.real.block_ids(name, window.window, beam)
                     assert ours == self.naive.block_ids(name, at, beam), (name, window.window, beam)
+            stats = self.real.stats()
             for tier in Tier:
                 assert self.real.num_free(window.window, tier) == self.naive.windows[at].num_free(tier)
+                hits = stats.windows[at].tiers[tier].num_hit_tokens
+                assert hits == self.naive.windows[at].hit_tokens[tier], "what was found is counted where it lay"
             assert self.cached(at) == self.naive.tree(at)
         self.compare_copies()
         if self.world.events:

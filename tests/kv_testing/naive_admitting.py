@@ -129,11 +129,14 @@ class NaiveAdmitting(NaiveState):
         sequence.shared = plan["shared"]
         table.start, table.published, table.tail = start, whole, plan["path"][-1]
         for node in path:
+            window.hit_tokens[node.block.tier] += window.T
             window.hold(node.block)
             node.block.owners += 1
             self.keep(node.block, sequence.wish(node.ordinal, window.T, self.config.reuse))
         lower = [node.block for node in path if node.block.tier > 0]
         own = None
+        if wanted is not None:
+            window.hit_tokens[wanted.block.tier] += plan["inside"]
         if wanted is not None and plan["takes_over"]:
             own = wanted.block
             priority, duration = own.priority, own.duration_ms

@@ -99,6 +99,7 @@ class NaiveWindow:
         self.tables = []
         self.pins = []
         self.now = 0
+        self.hit_tokens = [0, 0, 0]
         numbers = count()
         for tier, amount in enumerate(window.num_blocks):
             fresh = [Block(next(numbers), tier, slot) for slot in range(amount)]

@@ -7,6 +7,7 @@ from kv_core.errors import CallerError, CapacityError
 from kv_core.events import Reset, Stored
 from kv_core.manager import KVCacheManager
 from kv_core.request import Request
+from kv_core.tiers import Tier
 from kv_testing.managers import found, manager, payloads, request, run
 
 A = range(100, 164)
@@ -221,6 +222,21 @@ def test_d64_the_caller_says_what_is_filled():
     assert ours.publish("a", 4) == 1
     ours.release("a", num_filled=6)
     assert found(ours, A[:9]) == 6
+
+
+def test_d55_hits_are_counted_in_tokens_by_the_tier_they_lay_in():
+    ours = manager((8,), (4, 8), windows=(8, 64))
+    run(ours, "a", A[:13])
+    assert [ours.stats().tier_hit_rate(tier) for tier in Tier] == [0.0, 0.0, 0.0]
+    run(ours, "b", B[:13])  # the wide window moves some of a to the host
+    run(ours, "c", A[:12])
+    stats = ours.stats()
+    device, host, disk = (tier.num_hit_tokens for tier in stats.windows[1].tiers)
+    assert device + host == stats.num_cached_tokens == 11
+    assert host > 0 == disk
+    assert stats.tier_hit_rate(Tier.HOST) == host / 38
+    assert sum(stats.tier_hit_rate(tier) for tier in Tier) == pytest.approx(stats.token_hit_rate)
+    assert stats.windows[0].tiers[0].num_hit_tokens == 7, "of eleven tokens the short window reads two blocks"
 
 
 def test_d57_one_thread_calls_and_the_events_are_the_only_edge():

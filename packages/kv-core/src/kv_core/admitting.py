@@ -32,6 +32,7 @@ def carry_out(window: Window, sequence: Sequence, table: Table, decided: Plan) -
     if sequence.wishes is not None:
         _apply_wishes(window, sequence, tail, decided)
     claimed = path(tail, start)
+    _count_hits(window, claimed, source)
     taken = _take(window, sequence, claimed, decided, source)
     table.start, table.published = start, max(decided.num_whole, start)
     ids = array("i")
@@ -40,6 +41,15 @@ def carry_out(window: Window, sequence: Sequence, table: Table, decided: Plan) -
     add_blocks(sequence, table, ids, taken, num_shared_blocks(window, sequence))
     window.counters.reused += decided.num_reused
     window.counters.missed += decided.num_missed
+
+
+def _count_hits(window: Window, claimed: list[Run], source: Source | None) -> None:
+    """Where what is found lies, before any of it comes to the device."""
+    hit_tokens = window.counters.hit_tokens
+    for run in claimed:
+        hit_tokens[run.tier] += run.count * window.tokens_per_block
+    if source is not None:
+        hit_tokens[source.run.tier] += source.num_tokens
 
 
 def _take(window: Window, sequence: Sequence, claimed: list[Run], decided: Plan, source: Source | None) -> "array[int]":

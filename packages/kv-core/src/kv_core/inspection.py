@@ -122,8 +122,10 @@ def window_stats(window: Window) -> WindowStats:
     """Occupancy and totals."""
     counters = window.counters
     tiers = tuple(
-        TierStats(num_blocks, queue.num_free)
-        for num_blocks, queue in zip(window.pool.num_blocks, window.queues, strict=True)
+        TierStats(num_blocks, queue.num_free, num_hit_tokens)
+        for num_blocks, queue, num_hit_tokens in zip(
+            window.pool.num_blocks, window.queues, counters.hit_tokens, strict=True
+        )
     )
     return WindowStats(
         window=window.size,

@@ -7,22 +7,30 @@ Law: occupancy is told per tier and never mixed; a rate is 0 where there is noth
 
 from typing import NamedTuple
 
+from kv_core.tiers import Tier
+
 
 class Counters:
     """Totals of one window since the start; see `WindowStats`."""
 
-    __slots__ = ("allocated", "copied", "dropped", "fresh", "missed", "offloaded", "onboarded", "reused")
+    __slots__ = ("allocated", "copied", "dropped", "fresh", "hit_tokens", "missed", "offloaded", "onboarded", "reused")
 
     def __init__(self) -> None:
         self.allocated = self.fresh = self.reused = self.missed = 0
         self.onboarded = self.offloaded = self.copied = self.dropped = 0
+        self.hit_tokens = [0] * len(Tier)
 
 
 class TierStats(NamedTuple):
-    """Blocks of one tier of one window; `num_free` includes cached blocks that nobody holds."""
+    """One tier of one window; `num_free` blocks include cached ones that nobody holds.
+
+    `num_hit_tokens` prompt tokens of admitted requests lay in its blocks; of a sliding window only those are counted
+    that the requests still read there.
+    """
 
     num_blocks: int
     num_free: int
+    num_hit_tokens: int
 
     @property
     def num_used(self) -> int:
@@ -61,6 +69,14 @@ class ManagerStats(NamedTuple):
     def token_hit_rate(self) -> float:
         """Cached prompt tokens over all prompt tokens."""
         return self.num_cached_tokens / self.num_input_tokens if self.num_input_tokens else 0.0
+
+    def tier_hit_rate(self, tier: Tier) -> float:
+        """Prompt tokens found in this tier by the widest window over all prompt tokens.
+
+        The rates of all tiers add up to `token_hit_rate` unless that window slides.
+        """
+        hits = self.windows[-1].tiers[tier].num_hit_tokens
+        return hits / self.num_input_tokens if self.num_input_tokens else 0.0
 
     @property
     def block_hit_rate(self) -> float:
