@@ -15,7 +15,10 @@ from contract.verdicts import verdict_on
 
 
 def pytest_generate_tests(metafunc):
-    cases = load_cases(Path(metafunc.config.getoption("cases", default=Path(__file__).parent / "cases")))
+    folder = Path(metafunc.config.getoption("cases", default=Path(__file__).parent / "cases"))
+    cases = load_cases(folder)
+    if not cases:
+        raise pytest.UsageError(f"no cases: {folder}")
     marked = [pytest.param(case, id=case.name, marks=[pytest.mark.long] if case.is_heavy else []) for case in cases]
     metafunc.parametrize("case", marked)
 

@@ -1,5 +1,6 @@
 """The judge itself: what it excuses is exactly what a rule says, also in cases that no file holds."""
 
+import ast
 from copy import deepcopy
 from pathlib import Path
 
@@ -205,6 +206,20 @@ RULE = Rule("core-D0", "op", "field", "x > 1", "x", "x + 1", "for the test")
 )
 def test_condition_seed_and_ours_are_all_needed(expected, actual, x, status):
     assert judge([Observation("op", "field", expected, actual, {"x": x})], [RULE]).status == status
+
+
+def names_in(expression):
+    tree = ast.parse(f"({expression.strip()})", mode="eval")
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.defect} {rule.why[:40]}")
+def test_every_rule_of_the_file_has_a_condition_and_two_values(rule):
+    """A condition that nothing could change, or one value on both sides, would excuse a field or a whole file."""
+    assert names_in(rule.when) - {"op", "field"}, "a condition says when"
+    assert rule.seed.strip() != rule.ours.strip()
+    assert rule.defect.split("-")[0] in ("core", "transfer")
+    assert rule.why.endswith(".")
 
 
 def test_a_rule_of_another_operation_or_field_does_not_help():
