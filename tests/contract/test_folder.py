@@ -4,13 +4,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 HERE = Path(__file__).parent
-PASSES = {"name": "passes", "kind": "function", "fn": "get_sink_bubble_length"}
+PASSES: dict[str, Any] = {"name": "passes", "kind": "function", "fn": "get_sink_bubble_length"}
 PASSES |= {"args": {"sink_token_length": 0, "tokens_per_block": 4}, "expect": 0}
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "passes": PASSES,
     "fails": PASSES | {"expect": 1},
     "an unknown kind": PASSES | {"kind": "wish"},
