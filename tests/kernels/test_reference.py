@@ -64,7 +64,7 @@ def test_every_bit_pattern_survives_the_widest_words():
     halves = torch.arange(1 << 16).to(torch.int16)
     rows = torch.stack([halves.roll(shift) for shift in range(4)], dim=1).repeat(1, 2)
     plane = rows.view(torch.bfloat16).view(1 << 16, 1, 1, 8)
-    assert widened(plane, plane)[0].dtype == torch.complex128
+    assert next(widened([plane], [plane]))[0].dtype == torch.complex128
     dense, back = torch.empty_like(plane).view(1, -1, 1, 8), torch.empty_like(plane)
     gather(dense, [plane], range(1 << 16), first_token=0, first_head=0)
     scatter([back], dense, range(1 << 16), first_token=0, first_head=0)

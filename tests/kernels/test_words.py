@@ -6,9 +6,14 @@ from random import Random
 import pytest
 import torch
 
-from kv_kernels.words import widened
+from kv_kernels import words
 
 B, S, H, D = 5, 16, 8, 128
+
+
+def widened(ours, theirs):
+    """Of one pair."""
+    return next(words.widened([ours], [theirs]))
 
 
 def dense(*sizes, dtype=torch.int16):
@@ -44,6 +49,12 @@ def test_words_are_as_wide_as_a_row_allows(head_size, width):
 def test_words_lie_at_multiples_of_their_width(moved):
     plane = dense(B * S * D + moved)[moved:].view(B, S, 1, D)
     assert widened(plane, dense(3, S, 1, D))[0].itemsize == 2 * moved
+
+
+def test_words_are_as_wide_as_every_pair_allows():
+    memory = dense(2, B * S * D + 4)
+    planes = [memory[number, :-4].view(B, S, 1, D) for number in range(2)]
+    assert [wide.itemsize for wide, _ in words.widened(planes, [dense(3, S, 1, D)] * 2)] == [8, 8]
 
 
 @pytest.mark.parametrize("seed", range(200))

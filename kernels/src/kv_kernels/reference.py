@@ -78,6 +78,7 @@ def _pairs(dense: Tensor, planes: Sequence[Tensor], selection: Selection) -> Ite
     all_ids = torch.tensor(selection.block_ids, dtype=torch.int64).to(dense.device)
     for segment in selection.segments():
         ids = all_ids[slice(*segment.ordinals)]
-        for plane, part in zip(planes, dense[:, slice(*segment.tokens)], strict=True):
-            cached, moved = widened(plane[:, slice(*segment.slots), heads], part.unflatten(0, (len(ids), -1)))
-            yield cached, ids, moved
+        cached = [plane[:, slice(*segment.slots), heads] for plane in planes]
+        parts = dense[:, slice(*segment.tokens)].unflatten(1, (len(ids), -1))
+        for wide, moved in widened(cached, parts.unbind()):
+            yield wide, ids, moved
