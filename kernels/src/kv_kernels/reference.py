@@ -80,5 +80,6 @@ def _pairs(dense: Tensor, planes: Sequence[Tensor], selection: Selection) -> Ite
         ids = all_ids[slice(*segment.ordinals)]
         cached = [plane[:, slice(*segment.slots), heads] for plane in planes]
         parts = dense[:, slice(*segment.tokens)].unflatten(1, (len(ids), -1))
-        for wide, moved in widened(cached, parts.unbind()):
+        parts = [part.unflatten(0, (len(ids), -1)) for part in dense[:, slice(*segment.tokens)]]
+        for wide, moved in widened(cached, parts):
             yield wide, ids, moved
