@@ -38,6 +38,7 @@ LIGHT = (
     "kv_engine_adapter.handover",
     "kv_engine_adapter.orders",
     "kv_engine_adapter.scheduler",
+    "kv_engine_adapter.tier",
 )
 WHOLE = {"kv_core", "kv_transfer.plan", "kv_transfer.protocol"}  # these are walked: all their modules are light
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from kv_core.ids import RequestId, TransferId
-from kv_core.keys import BlockKey
+from kv_core.keys import BlockKey, Scope
 from kv_engine_adapter.orders import Tables
 from kv_transfer.orders import Errand
 
@@ -79,3 +79,27 @@ class RequestView(Protocol):
 
     def prompt_key(self) -> BlockKey | str:
         """Digest of the prompt and its sharing scope, or why it has none."""
+
+
+class CachedRequest(Protocol):
+    """What the tiers read of an engine's request."""
+
+    @property
+    def request_id(self) -> RequestId: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def needs_every_token(self) -> bool: ...
+    @property
+    def num_tokens(self) -> int:
+        """Of the prompt and generated so far."""
+
+    def all_tokens(self) -> Sequence[int]:
+        """Those `num_tokens`."""
+
+    def scope(self) -> Scope | str:
+        """Who may share its cache, or why nobody may."""
+
+    @property
+    def arguments(self) -> Mapping[str, object] | None:
+        """The extra arguments that a client may add, unchecked."""

@@ -1,0 +1,223 @@
+"""The host and disk tiers, scheduler side: what is kept of requests that end, and what a new prompt finds again.
+
+In:  requests of the engine, its block tables, the answers of the workers.
+Out: token counts for the engine's scheduler, `TierOrders` for the workers, the jobs for which device blocks are kept.
+Law: no call blocks or moves bytes. What is answered to the scheduler lies in host memory; what is in host memory is
+     found only after every rank has copied it. A job's device blocks are kept until every rank has answered it.
+
+    request ends     finished -> SaveBlocks -> (ranks) -> found, device blocks free -> (disk) -> host slots free
+    prompt arrives   num_tokens: host lookup -> [FindOnDisk -> (ranks) -> FetchFromDisk -> (ranks)] -> number of tokens
+                     allocated -> LoadTokens -> (ranks) -> loads_over
+"""
+
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+from kv_core.ids import RequestId
+from kv_core.retention import RetentionConfig
+from kv_core.spans import Span
+from kv_engine_adapter.orders import Tables
+from kv_engine_adapter.ports import CachedRequest
+from kv_engine_adapter.retain import hints_of
+from kv_engine_adapter.tier_disk import DiskTier, Question, Stage
+from kv_engine_adapter.tier_jobs import Jobs
+from kv_engine_adapter.tier_orders import JobId, LoadTokens, SaveBlocks, Tally, TierOrders, WriteToDisk
+from kv_engine_adapter.tier_slots import HostSlots, Kept
+from kv_engine_adapter.tier_terms import TierTerms
+
+logger = logging.getLogger(__name__)
+
+
+class PrefixTiers:
+    """What one engine keeps in host memory and on disk."""
+
+    def __init__(self, terms: TierTerms, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.counts: Counter[str] = Counter()
+        """What has happened so far, by name."""
+        self._terms = terms
+        self._slots = HostSlots(terms, clock)
+        self._jobs = Jobs(terms.num_ranks)
+        self._disk = DiskTier(terms, self._slots, self._jobs, self.counts, clock)
+        self._questions: dict[RequestId, Question] = {}
+        self._wishes: dict[RequestId, RetentionConfig | None] = {}
+        self._loading: dict[RequestId, tuple[int, ...]] = {}
+        self._freed: list[JobId] = []
+        self._is_resetting = False
+
+    # -- a prompt that arrives -----------------------------------------------------------------------------------
+
+    def num_tokens(self, request: CachedRequest, num_computed: int) -> int | None:
+        """How many tokens behind the first `num_computed` come from here; `None`: ask again in the next step.
+
+        Never counts the last token: the engine computes it to get its first logits. Asked again, it costs no more than
+        to see that what was found is still there.
+        """
+        question = None if self._is_resetting else self._question(request)
+        if question is None:
+            return 0
+        if self._disk.waits(question, num_computed):
+            return None
+        if not self._slots.is_there(question.found):
+            question.found = self._slots.find(question.tokens, question.scope)
+        num_found = max(0, question.found.num_tokens - num_computed)
+        if not self._terms.pays(num_found, from_disk=False):
+            num_found = 0
+        question.answer = Span(num_computed, num_computed + num_found)
+        return num_found
+
+    def allocated(self, request_id: RequestId, tables: Tables, num_external: int) -> bool:
+        """The engine gave blocks for what was answered last, or (0) needs none of it; whether a load was ordered."""
+        question = self._drop(request_id)
+        if question is None or not num_external:
+            return False
+        assert num_external == len(question.answer), "law: an engine takes all that was answered, or nothing"
+        blocks = question.answer.blocks(self._terms.tokens_per_block)
+        slots = question.found.slots[blocks.start : blocks.stop]
+        self._loading[request_id] = slots
+        job = self._jobs.new(lambda _: None)
+        self._jobs.order(LoadTokens(job, request_id, question.answer, slots, tables, self._terms.copy_within_s))
+        self.counts["loads"] += 1
+        self.counts["hit_tokens"] += num_external
+        return True
+
+    def loads_over(self, request_ids: Iterable[RequestId], failed: Collection[RequestId] = ()) -> None:
+        """Every rank reported these loads over. What failed is not found again; loads of others are ignored."""
+        for request_id in request_ids:
+            slots = self._loading.pop(request_id, None)
+            if slots is not None and request_id in failed:
+                self.counts["loads_failed"] += 1
+                self._slots.lose(slots)
+
+    # -- a request that ends -------------------------------------------------------------------------------------
+
+    def finished(self, request: CachedRequest, num_filled: int, tables: Tables) -> JobId | None:
+        """A request ended with its first `num_filled` tokens in `tables`; the job for which those blocks are kept."""
+        self._drop(request.request_id)
+        retention = self._retention(request)
+        del self._wishes[request.request_id]
+        num_filled = min(num_filled, self._terms.capacity)
+        if num_filled < 1 or self._is_resetting or request.request_id in self._loading:
+            return None
+        return self._save(request, num_filled, retention, tables)
+
+    def _save(
+        self, request: CachedRequest, num_filled: int, retention: RetentionConfig | None, tables: Tables
+    ) -> JobId | None:
+        scope = request.scope()
+        if isinstance(scope, str):
+            self.counts["unshared"] += 1
+            return None
+        tokens = request.all_tokens()[:num_filled]
+        num_held = self._slots.find(tokens, scope).num_tokens
+        if num_held == num_filled:
+            self.counts["held_already"] += 1
+            self._slots.touch(tokens, scope, retention)
+            return None
+        kept = self._slots.keep(tokens, scope, retention)
+        if kept is None:
+            self.counts["no_room"] += 1
+            return None
+        write = self._disk.write(kept, tokens, scope, retention)
+        return self._copy(kept, self._terms.from_block(num_held, num_filled), tables, write)
+
+    def _copy(self, kept: Kept, tokens: Span, tables: Tables, write: WriteToDisk | None) -> JobId:
+        job = self._jobs.new(lambda num_tokens: self._saved(job, kept, num_tokens, is_written=write is not None))
+        first = tokens.start // self._terms.tokens_per_block
+        self._jobs.order(SaveBlocks(job, tokens, kept.slots[first:], tables, self._terms.copy_within_s, write))
+        return job
+
+    def _saved(self, job: JobId, kept: Kept, num_tokens: int, *, is_written: bool) -> None:
+        self._freed.append(job)
+        num_saved = num_tokens if num_tokens == kept.num_tokens else 0
+        self.counts["saves" if num_saved else "saves_failed"] += 1
+        self.counts["saved_tokens"] += num_saved
+        if is_written:
+            # The slots stay held until the disk has them.
+            self._slots.publish(kept, num_saved)
+        else:
+            self._slots.release(kept, num_saved)
+
+    # -- every step ----------------------------------------------------------------------------------------------
+
+    def take_orders(self) -> TierOrders:
+        """What the workers have to do from now on; each order is given once."""
+        self._slots.refresh()
+        return self._jobs.take_orders()
+
+    def answered(self, tallies: Mapping[JobId, Tally]) -> list[JobId]:
+        """What ranks answered in a step; the jobs whose device blocks are not needed any more, each told once."""
+        self._jobs.answered(tallies)
+        if self._is_resetting:
+            self._restart()
+        freed, self._freed = self._freed, []
+        return freed
+
+    def has_work(self) -> bool:
+        """Whether the engine should go on stepping without requests, so that orders are given and ends are seen."""
+        return len(self._jobs) > 0
+
+    def reset(self) -> None:
+        """Forget all that was kept, at once; host slots are used again when the jobs now open have ended.
+
+        What lies on disk is not found any more either: weights may have changed under an unchanged checkpoint.
+        """
+        self._is_resetting = True
+        self._disk.disown(secrets.token_hex(16))
+        for request_id in list(self._questions):
+            self._drop(request_id)
+        self.counts["resets"] += 1
+        self._restart()
+
+    def _restart(self) -> None:
+        if not self._jobs:
+            self._slots.restart()
+            self._is_resetting = False
+
+    def gauges(self) -> dict[str, float]:
+        """Host slots and jobs now."""
+        return {
+            "tier_slots": self._terms.num_slots,
+            "tier_slots_held": self._slots.num_held,
+            "tier_jobs": len(self._jobs),
+        }
+
+    def check(self) -> None:
+        """Prove all invariants; AssertionError names the broken law."""
+        self._slots.check()
+        assert self._disk.num_writing <= self._terms.max_written_slots, "law: writes hold no more than their part"
+        assert self._jobs or not self._slots.num_held, "law: without jobs no slot is held"
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def _question(self, request: CachedRequest) -> Question | None:
+        """What is known of the request; `None` if it takes nothing from here."""
+        known = self._questions.get(request.request_id)
+        if known is not None and len(known.tokens) == request.num_tokens - 1:
+            return known
+        self._drop(request.request_id)
+        if request.needs_every_token or request.num_tokens < 2 or isinstance(scope := request.scope(), str):
+            return None
+        tokens = request.all_tokens()[: request.num_tokens - 1]
+        question = Question(tokens, scope, self._retention(request), self._slots.find(tokens, scope))
+        self._questions[request.request_id] = question
+        return question
+
+    def _drop(self, request_id: RequestId) -> Question | None:
+        """Whatever the disk still tells of it, nobody waits for it."""
+        question = self._questions.pop(request_id, None)
+        if question is not None:
+            question.stage = Stage.OVER
+        return question
+
+    def _retention(self, request: CachedRequest) -> RetentionConfig | None:
+        """What the request wishes; its bad hints are logged and counted once."""
+        if request.request_id not in self._wishes:
+            hints = hints_of(request.arguments)
+            for refusal in hints.refused:
+                logger.warning("kvferry: request %s: hint refused: %s", request.request_id, refusal)
+            self.counts["hints_refused"] += len(hints.refused)
+            self._wishes[request.request_id] = hints.config(request.num_prompt_tokens)
+        return self._wishes[request.request_id]

@@ -1,0 +1,153 @@
+"""The disk tier, scheduler side: prompts that wait for it, and what is written through to it.
+
+In:  prompts of which the host tier lacks something; host slots that have been filled.
+Out: orders to find, fetch and write.
+Law: no call blocks. A prompt waits no longer than `disk_wait_s` after its first question, and is asked about once. What
+     is fetched fills host slots and is found there; so a disk that fails, hangs or lies costs a wait and nothing else.
+"""
+
+import enum
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from kv_core.keys import Scope
+from kv_core.retention import DEFAULT_PRIORITY, RetentionConfig
+from kv_core.spans import Span
+from kv_core.token_log import packed
+from kv_engine_adapter.tier_jobs import Jobs
+from kv_engine_adapter.tier_orders import FetchFromDisk, FindOnDisk, Prefix, Wish, WriteToDisk
+from kv_engine_adapter.tier_slots import Found, HostSlots, Kept, scope_within
+from kv_engine_adapter.tier_terms import TierTerms
+
+
+class Stage(enum.Enum):
+    """How far a question to the disk is."""
+
+    UNASKED = enum.auto()
+    FINDING = enum.auto()
+    FETCHING = enum.auto()
+    OVER = enum.auto()
+
+
+@dataclass(slots=True)
+class Question:
+    """A prompt that waits for its turn: all its tokens but the last, and what the host tier holds of them."""
+
+    tokens: Sequence[int]
+    scope: Scope
+    retention: RetentionConfig | None
+    found: Found
+    stage: Stage = Stage.UNASKED
+    deadline: float = 0.0
+    answer: Span = field(default=Span(0, 0))
+    """What the engine was last told it can have."""
+
+
+class DiskTier:
+    """What one engine asks of its disk."""
+
+    def __init__(
+        self, terms: TierTerms, slots: HostSlots, jobs: Jobs, counts: Counter[str], clock: Callable[[], float]
+    ) -> None:
+        self._terms = terms
+        self._slots = slots
+        self._jobs = jobs
+        self._counts = counts
+        self._clock = clock
+        self._num_writing = 0
+        self._secret = ""
+
+    @property
+    def num_writing(self) -> int:
+        """Host slots that wait for the disk."""
+        return self._num_writing
+
+    def disown(self, secret: str) -> None:
+        """From now on share nothing with what is on disk, by a name that nobody else knows."""
+        self._secret = secret
+
+    def waits(self, question: Question, num_computed: int) -> bool:
+        """Whether the prompt waits for the disk; begins to, once, if what it may hold is worth it."""
+        if question.stage in (Stage.FINDING, Stage.FETCHING):
+            if self._clock() < question.deadline:
+                return True
+            self._counts["disk_late"] += 1
+            question.stage = Stage.OVER
+        if question.stage is Stage.OVER or not self._terms.has_disk:
+            return False
+        num_more = len(question.tokens) - max(num_computed, question.found.num_tokens)
+        if not self._terms.pays(num_more, from_disk=True):
+            question.stage = Stage.OVER
+            return False
+        question.stage, question.deadline = Stage.FINDING, self._clock() + self._terms.disk_wait_s
+        job = self._jobs.new(partial(self._told, question))
+        self._jobs.order(FindOnDisk(job, self._prefix(question.tokens, question.scope), self._terms.disk_wait_s))
+        return True
+
+    def write(
+        self, kept: Kept, tokens: Sequence[int], scope: Scope, retention: RetentionConfig | None
+    ) -> WriteToDisk | None:
+        """The order that writes what is kept and then releases it; `None` if there is no disk, or it is far behind."""
+        if not self._terms.has_disk:
+            return None
+        if self._num_writing + len(kept.slots) > self._terms.max_written_slots:
+            self._counts["writes_skipped"] += 1
+            return None
+        self._num_writing += len(kept.slots)
+        self._slots.pin(kept)
+        job = self._jobs.new(partial(self._written, kept))
+        return WriteToDisk(job, self._prefix(tokens, scope), kept.slots, self._wishes(retention, len(tokens)))
+
+    def _told(self, question: Question, num_tokens: int) -> None:
+        """The disk holds so many tokens; if they pay, host slots are filled with them."""
+        if question.stage is not Stage.FINDING:
+            return
+        question.stage = Stage.OVER
+        question.found = found = self._slots.find(question.tokens, question.scope)
+        if not self._terms.pays(num_tokens - found.num_tokens, from_disk=True):
+            return
+        tokens = question.tokens[: min(num_tokens, self._terms.capacity)]
+        kept = self._slots.keep(tokens, question.scope, question.retention)
+        if kept is None:
+            self._counts["no_room"] += 1
+            return
+        self._slots.pin(kept)
+        span = self._terms.from_block(found.num_tokens, len(tokens))
+        job = self._jobs.new(partial(self._fetched, question, kept, span))
+        prefix = self._prefix(question.tokens, question.scope)
+        within_s = max(0.0, question.deadline - self._clock())
+        self._jobs.order(FetchFromDisk(job, prefix, span, kept.slots, within_s))
+        question.stage = Stage.FETCHING
+
+    def _fetched(self, question: Question, kept: Kept, wanted: Span, num_tokens: int) -> None:
+        self._counts["fetched_tokens"] += max(0, num_tokens - wanted.start)
+        self._counts["fetches_short"] += num_tokens < wanted.stop
+        self._slots.release(kept, num_tokens if num_tokens > wanted.start else 0)
+        if question.stage is Stage.FETCHING:
+            question.stage = Stage.OVER
+            question.found = self._slots.find(question.tokens, question.scope)
+
+    def _written(self, kept: Kept, num_tokens: int) -> None:
+        self._num_writing -= len(kept.slots)
+        self._counts["written_tokens"] += num_tokens
+        self._counts["writes_failed"] += num_tokens < kept.num_tokens
+        self._slots.release(kept)
+
+    def _wishes(self, retention: RetentionConfig | None, num_tokens: int) -> tuple[Wish, ...]:
+        size = self._terms.tokens_per_block
+        return tuple(
+            Wish(
+                Span(blocks.start * size, min(blocks.stop * size, num_tokens)),
+                DEFAULT_PRIORITY if wish.priority is None else wish.priority,
+                wish.duration_ms,
+            )
+            for blocks, wish in (retention or RetentionConfig()).runs(size, num_tokens)
+        )
+
+    def _prefix(self, tokens: Sequence[int], scope: Scope) -> Prefix:
+        scope = scope_within(scope, len(tokens))
+        if self._secret:
+            scope = Scope(scope.lora, f"{self._secret} {scope.salt!r}", scope.extras)
+        return Prefix(packed(tokens), scope)

@@ -1,0 +1,425 @@
+"""The scheduler side of the tiers: what is kept, found, loaded, and who waits for what."""
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_core.errors import CallerError
+from kv_core.ids import RequestId
+from kv_core.keys import Scope
+from kv_core.spans import Span
+from kv_core.token_log import packed
+from kv_engine_adapter.tier import PrefixTiers
+from kv_engine_adapter.tier_orders import (
+    Answer,
+    FetchFromDisk,
+    FindOnDisk,
+    LoadTokens,
+    Prefix,
+    SaveBlocks,
+    Wish,
+    joined,
+    tallied,
+)
+from kv_engine_adapter.tier_terms import BreakEven, TierTerms
+from kv_testing.tier_engine import TierEngine, TierRequest
+
+SIZE = 32
+CHEAP = BreakEven(recompute_token_s=1.0, host_byte_s=0.0, disk_byte_s=0.0)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def make(clock, **more):
+    usual = {"tokens_per_block": SIZE, "num_slots": 40, "bytes_per_token": 10, "max_tokens": 4096, "num_ranks": 1,
+             "break_even": CHEAP}  # fmt: skip
+    return PrefixTiers(TierTerms(**(usual | more)), clock=clock)
+
+
+def request(name, num_tokens, first=0, num_prompt=None, **more):
+    return TierRequest(RequestId(name), list(range(first, first + num_tokens)), num_prompt or num_tokens, **more)
+
+
+def table(num_tokens):
+    return (tuple(range(100, 100 + -(-num_tokens // SIZE))),)
+
+
+def answer(tiers, *answers):
+    return tiers.answered(tallied([Answer(*each) for each in answers]))
+
+
+def save(tiers, ended, num_filled=None):
+    """Let a request end and its blocks be copied."""
+    num_filled = ended.num_tokens - 1 if num_filled is None else num_filled
+    job = tiers.finished(ended, num_filled, table(num_filled))
+    (order,) = tiers.take_orders().jobs
+    assert answer(tiers, (job, num_filled)) == [job]
+    return order
+
+
+def test_what_ended_is_found_again_with_its_tail(clock):
+    tiers = make(clock)
+    order = save(tiers, request("a", 717, num_prompt=700))
+    assert order.tokens == Span(0, 716)
+    assert len(order.slots) == 23
+    assert order.tables == table(716)
+    assert tiers.num_tokens(request("b", 700), 0) == 699
+    assert tiers.num_tokens(request("c", 700), 640) == 59
+    assert tiers.num_tokens(request("d", 717), 0) == 716
+    assert tiers.num_tokens(request("e", 800), 0) == 716
+    assert tiers.num_tokens(request("f", 800, first=1), 0) == 0
+    tiers.check()
+
+
+def test_a_load_names_the_slots_that_were_filled(clock):
+    tiers = make(clock)
+    saved = save(tiers, request("a", 101))
+    again = request("b", 100)
+    assert tiers.num_tokens(again, 32) == 67
+    assert tiers.allocated(again.request_id, table(100), 67)
+    (load,) = tiers.take_orders().jobs
+    assert isinstance(load, LoadTokens)
+    assert (load.request_id, load.tokens, load.slots) == ("b", Span(32, 99), saved.slots[1:])
+    assert tiers.take_orders().jobs == ()
+    assert tiers.has_work()
+    answer(tiers, (load.job, 99))
+    tiers.loads_over(["b", "someone else's"])
+    assert not tiers.has_work()
+    tiers.check()
+
+
+def test_nothing_is_found_before_every_rank_has_copied_it(clock):
+    tiers = make(clock, num_ranks=2)
+    job = tiers.finished(request("a", 65), 64, table(64))
+    assert tiers.num_tokens(request("b", 65), 0) == 0
+    assert answer(tiers, (job, 64)) == []
+    assert tiers.num_tokens(request("c", 65), 0) == 0
+    assert answer(tiers, (job, 64)) == [job]
+    assert tiers.num_tokens(request("d", 65), 0) == 64
+
+
+@pytest.mark.parametrize("told", [(0, 64), (64, 0)])
+def test_a_copy_that_failed_on_one_rank_is_not_found(clock, told):
+    tiers = make(clock, num_ranks=2)
+    job = tiers.finished(request("a", 65), 64, table(64))
+    assert answer(tiers, (job, told[0])) == []
+    assert answer(tiers, (job, told[1])) == [job]
+    assert tiers.num_tokens(request("b", 65), 0) == 0
+    assert tiers.counts["saves_failed"] == 1
+    tiers.check()
+
+
+def test_what_is_there_is_not_copied_again(clock):
+    tiers = make(clock)
+    save(tiers, request("a", 101))
+    assert tiers.finished(request("a again", 101), 100, table(100)) is None
+    assert tiers.counts["held_already"] == 1
+    longer = save(tiers, request("b", 171))
+    assert longer.tokens == Span(96, 170)
+    assert tiers.num_tokens(request("c", 200), 0) == 170
+    assert tiers.num_tokens(request("d", 99), 0) == 98
+    tiers.check()
+
+
+def test_a_repeated_question_costs_no_lookup(clock, monkeypatch):
+    tiers = make(clock)
+    save(tiers, request("a", 701))
+    waiting, missing = request("b", 700), request("c", 700, first=5)
+    assert [tiers.num_tokens(each, 0) for each in (waiting, missing)] == [699, 0]
+    monkeypatch.setattr(tiers._slots, "find", lambda *_: pytest.fail("looked up again"))
+    assert [tiers.num_tokens(each, 0) for each in (waiting, missing) for _ in range(3)] == [699] * 3 + [0] * 3
+
+
+def test_an_answer_does_not_outlive_what_it_found(clock):
+    tiers = make(clock, num_slots=6)
+    save(tiers, request("a", 97))
+    waiting = request("b", 97)
+    assert tiers.num_tokens(waiting, 0) == 96
+    save(tiers, request("flood", 161, first=10_000))
+    assert tiers.num_tokens(waiting, 0) == 32
+    tiers.check()
+
+
+def test_a_load_that_failed_is_not_found_again(clock):
+    tiers = make(clock)
+    save(tiers, request("a", 101))
+    again = request("b", 101)
+    tiers.allocated(again.request_id, table(101), tiers.num_tokens(again, 0))
+    (load,) = tiers.take_orders().jobs
+    answer(tiers, (load.job, 0))
+    tiers.loads_over(["b"], {"b"})
+    assert tiers.num_tokens(request("c", 101), 0) == 0
+    assert tiers.counts["loads_failed"] == 1
+    tiers.check()
+
+
+def test_what_is_being_loaded_is_not_kept(clock):
+    tiers = make(clock)
+    save(tiers, request("a", 101))
+    again = request("b", 301)
+    tiers.allocated(again.request_id, table(301), tiers.num_tokens(again, 0))
+    assert tiers.finished(again, 300, table(300)) is None
+
+
+@pytest.mark.parametrize(("more", "why"), [
+    ({"needs_every_token": True}, "wants every token computed"), ({"why_unshared": "an adapter"}, "nobody shares it"),
+])  # fmt: skip
+def test_who_takes_nothing(clock, more, why):
+    tiers = make(clock)
+    save(tiers, request("a", 101))
+    assert tiers.num_tokens(request("b", 101, **more), 0) == 0, why
+
+
+def test_what_nobody_may_share_is_not_kept(clock):
+    tiers = make(clock)
+    assert tiers.finished(request("a", 101, why_unshared="an adapter"), 100, table(100)) is None
+    assert tiers.counts["unshared"] == 1
+    save(tiers, request("b", 101, salt="s"))
+    assert tiers.num_tokens(request("c", 101), 0) == 0
+    assert tiers.num_tokens(request("d", 101, salt="s"), 0) == 100
+
+
+def test_a_request_longer_than_the_tier_is_kept_up_to_its_room(clock):
+    tiers = make(clock, num_slots=3)
+    job = tiers.finished(request("a", 301), 300, table(300))
+    (order,) = tiers.take_orders().jobs
+    assert order.tokens == Span(0, 96)
+    answer(tiers, (job, 96))
+    assert tiers.num_tokens(request("b", 301), 0) == 96
+
+
+def test_without_free_slots_nothing_is_kept_and_it_is_counted(clock):
+    tiers = make(clock, num_slots=3)
+    tiers.finished(request("a", 97), 96, table(96))
+    assert tiers.finished(request("b", 97, first=500), 96, table(96)) is None
+    assert tiers.counts["no_room"] == 1
+
+
+@pytest.mark.parametrize(("even", "num_tokens", "pays"), [
+    (BreakEven(1e-4, 2e-10, 0), 1, True), (BreakEven(1e-6, 2e-7, 0), 1000, False),
+    (BreakEven(1e-4, 0, 0, start_s=2e-3), 20, False), (BreakEven(1e-4, 0, 0, start_s=2e-3), 21, True),
+    (BreakEven(0, 0, 0), 1000, False),
+])  # fmt: skip
+def test_it_is_loaded_only_if_that_beats_computing(clock, even, num_tokens, pays):
+    tiers = make(clock, break_even=even, bytes_per_token=100)
+    save(tiers, request("a", num_tokens + 1))
+    assert tiers.num_tokens(request("b", num_tokens + 1), 0) == (num_tokens if pays else 0)
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan")])
+def test_costs_are_checked(value):
+    with pytest.raises(CallerError, match="costs"):
+        BreakEven(1e-4, value, 0)
+
+
+# Retention.
+
+
+def test_a_priority_survives_a_flood_and_falls_after_its_duration(clock):
+    tiers = make(clock, num_slots=8)
+    save(tiers, request("kept", 129, arguments={"kvferry.retain": ["0-:90:60s"]}))
+    for number in range(5):
+        save(tiers, request(f"flood {number}", 129, first=10_000 * (number + 1)))
+    assert tiers.num_tokens(request("again", 129), 0) == 128
+    assert tiers.num_tokens(request("flooded", 129, first=10_000), 0) == 0
+    clock.now += 61
+    tiers.take_orders()
+    for number in range(5, 8):
+        save(tiers, request(f"flood {number}", 129, first=10_000 * (number + 1)))
+    assert tiers.num_tokens(request("later", 129), 0) == 0
+
+
+def test_generated_tokens_have_a_priority_of_their_own(clock):
+    tiers = make(clock, num_slots=12)
+    long = request("kept", 257, num_prompt=128, arguments={"kvferry.retain": ["0-:90"], "kvferry.decode_priority": 0})
+    save(tiers, long)
+    save(tiers, request("flood", 257, first=10_000))
+    assert tiers.num_tokens(request("again", 257), 0) == 128
+
+
+def test_bad_hints_are_refused_once_and_the_request_goes_on(clock, caplog):
+    tiers = make(clock)
+    asked = request("a", 65, arguments={"kvferry.retain": ["0-5:900"], "kvferry.directory": "/tmp/x"})
+    assert tiers.num_tokens(asked, 0) == 0
+    save(tiers, asked)
+    assert tiers.counts["hints_refused"] == 2
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2
+    assert "0-5:900" in told[0]
+    assert "priority=900" in told[0]
+    assert "directory" in told[1]
+    assert tiers.num_tokens(request("b", 65), 0) == 64
+
+
+# Disk.
+
+
+def find(tiers, asked):
+    assert tiers.num_tokens(asked, 0) is None
+    (order,) = tiers.take_orders().jobs
+    assert isinstance(order, FindOnDisk)
+    assert order.prefix == Prefix(packed(asked.tokens[:-1]), Scope())
+    assert tiers.num_tokens(asked, 0) is None
+    return order
+
+
+def test_what_the_disk_has_comes_through_host_slots(clock):
+    tiers = make(clock, has_disk=True)
+    asked = request("a", 101)
+    found = find(tiers, asked)
+    answer(tiers, (found.job, 96))
+    assert tiers.num_tokens(asked, 0) is None
+    (fetch,) = tiers.take_orders().jobs
+    assert isinstance(fetch, FetchFromDisk)
+    assert fetch.tokens == Span(0, 96)
+    assert len(fetch.slots) == 3
+    answer(tiers, (fetch.job, 96))
+    assert tiers.num_tokens(asked, 0) == 96
+    assert tiers.num_tokens(request("b", 97), 0) == 96
+    tiers.check()
+
+
+@pytest.mark.parametrize("num_read", [0, 64, 70])
+def test_what_could_not_be_read_is_computed(clock, num_read):
+    tiers = make(clock, has_disk=True)
+    asked = request("a", 101)
+    answer(tiers, (find(tiers, asked).job, 100))
+    (fetch,) = tiers.take_orders().jobs
+    answer(tiers, (fetch.job, num_read))
+    assert tiers.num_tokens(asked, 0) == num_read
+    assert tiers.counts["fetches_short"] == 1
+    assert tiers.counts["fetched_tokens"] == num_read
+    tiers.check()
+
+
+@pytest.mark.parametrize("is_found", [False, True])
+def test_nobody_waits_for_a_disk_that_hangs(clock, is_found):
+    tiers = make(clock, has_disk=True, disk_wait_s=2.0)
+    asked = request("a", 101)
+    late = find(tiers, asked)
+    if is_found:
+        answer(tiers, (late.job, 100))
+        (late,) = tiers.take_orders().jobs
+    clock.now += 1.9
+    assert tiers.num_tokens(asked, 0) is None
+    clock.now += 0.2
+    assert tiers.num_tokens(asked, 0) == 0
+    assert tiers.counts["disk_late"] == 1
+    answer(tiers, (late.job, 100))
+    assert tiers.take_orders().jobs == ()
+    tiers.check()
+
+
+def test_a_disk_without_more_than_the_host_is_asked_and_not_read(clock):
+    tiers = make(clock, has_disk=True)
+    asked = request("a", 101)
+    answer(tiers, (find(tiers, asked).job, 0))
+    assert tiers.num_tokens(asked, 0) == 0
+    assert tiers.take_orders().jobs == ()
+
+
+def test_the_disk_is_not_asked_for_what_does_not_pay(clock):
+    tiers = make(clock, has_disk=True, break_even=BreakEven(1e-4, 0, 1e-4))
+    assert tiers.num_tokens(request("a", 101), 0) == 0
+    tiers = make(clock, has_disk=True)
+    assert tiers.num_tokens(request("b", 101), 100) == 0
+    assert tiers.take_orders().jobs == ()
+
+
+def test_what_is_kept_is_written_through_with_its_wishes(clock):
+    tiers = make(clock, has_disk=True)
+    ended = request("a", 101, num_prompt=80, arguments={"kvferry.retain": ["0-32:90:60s"]})
+    job = tiers.finished(ended, 100, table(100))
+    (save_order,) = tiers.take_orders().jobs
+    write = save_order.write
+    assert write.prefix == Prefix(packed(ended.tokens[:100]), Scope())
+    assert write.slots == save_order.slots
+    assert write.wishes == (Wish(Span(0, 32), 90, 60_000), Wish(Span(32, 100), 35))
+    assert answer(tiers, (job, 100)) == [job]
+    assert tiers.num_tokens(request("b", 101), 0) == 100
+    assert tiers.gauges()["tier_slots_held"] == 4
+    answer(tiers, (write.job, 100))
+    assert tiers.gauges()["tier_slots_held"] == 0
+    assert tiers.counts["written_tokens"] == 100
+    tiers.check()
+
+
+def test_what_the_disk_reads_is_given_to_nobody_else(clock):
+    """Two requests of one prompt end together: the tree has the first's blocks, the second's are being written."""
+    tiers = make(clock, has_disk=True, num_slots=8)
+    jobs = [tiers.finished(request(name, 33), 32, table(32)) for name in "ab"]
+    first, second = tiers.take_orders().jobs
+    for job in jobs:
+        answer(tiers, (job, 32))
+    job = tiers.finished(request("flood", 225, first=10_000), 192, table(192))
+    (flood,) = tiers.take_orders().jobs
+    assert set(flood.slots).isdisjoint({*first.slots, *second.slots})
+    for each in (first.write.job, second.write.job):
+        answer(tiers, (each, 32))
+    answer(tiers, (job, 192))
+    tiers.check()
+
+
+def test_a_slow_disk_holds_no_more_than_a_part_of_the_host(clock):
+    tiers = make(clock, has_disk=True, num_slots=16)
+    for number in range(3):
+        tiers.finished(request(f"r{number}", 65, first=1000 * number), 64, table(64))
+    orders = tiers.take_orders().jobs
+    assert [isinstance(order, SaveBlocks) and order.write is not None for order in orders] == [True, True, False]
+    assert tiers.counts["writes_skipped"] == 1
+    tiers.check()
+
+
+def test_a_reset_forgets_everything_and_what_was_open_before_it(clock):
+    tiers = make(clock, has_disk=True)
+    job = tiers.finished(request("a", 65), 64, table(64))
+    (order,) = tiers.take_orders().jobs
+    answer(tiers, (job, 64))
+    tiers.reset()
+    assert tiers.num_tokens(request("b", 65), 0) == 0
+    assert tiers.finished(request("c", 65), 64, table(64)) is None
+    answer(tiers, (order.write.job, 64))
+    asked = request("d", 65)
+    assert tiers.num_tokens(asked, 0) is None
+    (found,) = tiers.take_orders().jobs
+    assert found.prefix.scope != Scope(), "what the disk has from before is not found"
+    answer(tiers, (found.job, 0))
+    assert tiers.num_tokens(asked, 0) == 0
+    tiers.check()
+
+
+def test_answers_of_ranks_and_steps_add_up():
+    first = joined(tallied([Answer(1, 5)]), tallied([Answer(1, 9), Answer(2, 3)]))
+    assert first == {1: (2, 5), 2: (1, 3)}
+    assert joined({}, first) == first
+
+
+@given(st.integers(0, 1 << 32))
+def test_whatever_is_loaded_was_computed_for_that_prompt(seed):
+    TierEngine(seed).play()
+
+
+def test_engines_do_load():
+    """Else the test before proves nothing."""
+    loaded = [TierEngine(seed).play() for seed in range(60)]
+    assert sum(loaded) > 1000
+    assert sum(map(bool, loaded)) > 20
+
+
+@pytest.mark.long
+def test_whatever_is_loaded_was_computed_for_that_prompt_long():
+    first = int(os.environ.get("KVFERRY_SEED", "0")) << 20
+    for seed in range(first, first + 20_000):
+        TierEngine(seed).play()
