@@ -79,7 +79,6 @@ def _pairs(dense: Tensor, planes: Sequence[Tensor], selection: Selection) -> Ite
     for segment in selection.segments():
         ids = all_ids[slice(*segment.ordinals)]
         cached = [plane[:, slice(*segment.slots), heads] for plane in planes]
-        parts = dense[:, slice(*segment.tokens)].unflatten(1, (len(ids), -1))
-        parts = [part.unflatten(0, (len(ids), -1)) for part in dense[:, slice(*segment.tokens)]]
+        parts = [part.view(len(ids), -1, *part.shape[1:]) for part in dense[:, slice(*segment.tokens)]]
         for wide, moved in widened(cached, parts):
             yield wide, ids, moved

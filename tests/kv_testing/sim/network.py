@@ -156,6 +156,7 @@ class SimAgent:
     """The data plane of one process."""
 
     kind = KIND
+    memory_host = "one for all"
 
     def __init__(self, network: Network, process: Process, name: str) -> None:
         self.name = name

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kv_transfer.agent import nixl
-from kv_transfer.agent.nixl import NixlConfig, NixlMissing, nixl_agent
+from kv_transfer.agent.nixl import NixlConfig, NixlMissing, nixl_agent, shares_memory
 from kv_transfer.agent.transport import TransportError
 from kv_transfer.regions import Region, host_region
 
@@ -48,3 +48,21 @@ def test_long_lists_are_shortened_in_messages() -> None:
         nixl._brief(np.array([(16 * i, 8, 0) for i in range(5)], dtype=np.uint64))
         == "[0x0, 0x8), [0x10, 0x18), [0x20, 0x28) and 2 more"
     )
+
+
+@pytest.mark.parametrize(
+    ("transports", "is_shared"),
+    [
+        (None, True),
+        ("all", True),
+        ("tcp", False),
+        ("tcp,cuda_copy", False),
+        ("shm,tcp", True),
+        ("self, posix", True),
+        ("^tcp", True),
+        ("^shm", False),
+        ("^sm,cuda", False),
+    ],
+)
+def test_shared_memory_is_used_as_far_as_ucx_may(transports, is_shared):
+    assert shares_memory(transports) == is_shared

@@ -14,6 +14,7 @@ from kv_testing.worlds import state_of
 from kv_transfer.agent.cards import DirectCard
 from kv_transfer.direct import cuda_ipc
 from kv_transfer.direct.base import CannotMap, Read
+from kv_transfer.host import host_id
 from kv_transfer.plan.part import Part
 
 
@@ -90,7 +91,7 @@ def test_a_mapping_reads_what_the_owner_keeps(driver, form):
 
 def card_of(caches, **changes):
     blob = msgspec.structs.replace(cuda_ipc._blob_of(caches), **changes)
-    return DirectCard(kind=cuda_ipc.KIND, host=cuda_ipc.host_id(), blob=msgspec.msgpack.encode(blob))
+    return DirectCard(kind=cuda_ipc.KIND, host=host_id(), blob=msgspec.msgpack.encode(blob))
 
 
 def test_a_card_of_this_host_is_worth_trying(driver):

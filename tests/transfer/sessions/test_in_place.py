@@ -8,6 +8,7 @@ from kv_testing.exchanges import hand_over
 from kv_testing.waiting import wait_for
 from kv_testing.worlds import FAST, pair
 from kv_transfer.direct.in_process import InProcessHub
+from kv_transfer.thresholds import IN_PLACE_RUN
 
 ALWAYS = replace(FAST, own_blocks=True, in_place_run_bytes=1)
 SHARED = replace(FAST, share_in_place=True)
@@ -27,6 +28,18 @@ def test_whatever_else_is_staged(prefill, decode):
     with pair(config=decode, prefill_config=prefill) as (p, d, _):
         hand_over(p, d)
         assert (d.count("bytes_read_in_place"), p.count("bytes_out") > 0) == (0, True)
+
+
+@pytest.mark.parametrize(("theirs", "is_read"), [("here", True), ("there", False), ("", False)])
+def test_what_pays_depends_on_the_link(theirs, is_read, monkeypatch):
+    """Unless it is set: through shared memory every run would pay here, over a network none does."""
+    hosts = iter(["here", theirs])
+    monkeypatch.setitem(IN_PLACE_RUN, "shared memory", replace(IN_PLACE_RUN["shared memory"], num_bytes=1))
+    monkeypatch.setattr("kv_transfer.agent.loopback.host_id", lambda: next(hosts))
+    with pair(config=replace(FAST, own_blocks=True)) as (p, d, _):
+        hand_over(p, d)
+        assert (d.count("bytes_read_in_place") > 0) == is_read
+    assert not [*hosts]
 
 
 def test_runs_that_are_just_long_enough_are_read_in_place():

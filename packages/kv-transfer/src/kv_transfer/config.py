@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from kv_core.errors import CallerError
-from kv_transfer.agent.cards import MemoryKind
 from kv_transfer.protocol.codec import MAX_MESSAGE_BYTES
-from kv_transfer.thresholds import ARENA, CHUNK, IN_PLACE_RUN, MIB
+from kv_transfer.thresholds import ARENA, CHUNK, IN_PLACE_RUN, MIB, Link
 
 WILDCARDS: Final = frozenset({"0.0.0.0", "::", "*", ""})
 """Addresses one can listen at, but nobody can call."""
@@ -131,8 +130,8 @@ class TransferConfig:
     """The caches are memory of our own, not an engine's: the wire may write them. What lies in long runs at a peer that
     shares its caches is then read in place, without staging; without a checksum, as on the direct path."""
     in_place_run_bytes: int | None = None
-    """Shortest run that is read in place rather than staged. None: 16 KiB in host memory, 1 MiB on a
-    GPU (`thresholds.IN_PLACE_RUN`)."""
+    """Shortest run that is read in place rather than staged. None: 16 KiB through shared memory,
+    1 MiB on a GPU, none over a network to host memory (`thresholds.IN_PLACE_RUN`)."""
 
     max_message_bytes: int = MAX_MESSAGE_BYTES
     """Longest control message that is taken or said."""
@@ -163,9 +162,9 @@ class TransferConfig:
                 f"peers call numeric addresses only: got={self.call_host!r}; set advertised_host to an address of ours"
             ) from error
 
-    def least_run_bytes(self, memory: MemoryKind) -> int:
-        """The shortest run that is read in place, between caches in such memory."""
-        return IN_PLACE_RUN[memory].num_bytes if self.in_place_run_bytes is None else self.in_place_run_bytes
+    def least_run_bytes(self, link: Link) -> int:
+        """The shortest run that is read in place, over such a link."""
+        return IN_PLACE_RUN[link].num_bytes if self.in_place_run_bytes is None else self.in_place_run_bytes
 
     @property
     def call_host(self) -> str:

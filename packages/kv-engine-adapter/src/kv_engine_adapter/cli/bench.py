@@ -10,6 +10,7 @@ Law: bytes are proven before they are timed, as `bench_pair` does. A threshold i
 import argparse
 import json
 import multiprocessing as mp
+import os
 import platform
 import subprocess
 import sys
@@ -98,9 +99,17 @@ def _measure(pipe: Connection, case: Case, gpus: tuple[str, str] | None, repeats
 
 
 def _tell(figures: Figures, options: argparse.Namespace) -> None:
-    from kv_transfer.thresholds import IN_PLACE_RUN
+    from kv_transfer.agent.nixl import shares_memory
+    from kv_transfer.thresholds import IN_PLACE_RUN, Link
 
-    found, default = threshold(figures), IN_PLACE_RUN["host" if options.device == "cpu" else "device"]
+    link: Link = (
+        "device"
+        if options.device != "cpu"
+        else "shared memory"
+        if shares_memory(os.environ.get("UCX_TLS"))
+        else "network"
+    )
+    found, default = threshold(figures), IN_PLACE_RUN[link]
     setting = None if found is None else found * 1024
     of = f"{default.machine}, {default.date}: {default.evidence}"
     print(f"in_place_run_bytes: here {setting or 'never pays'}, default {default.num_bytes} ({of})")

@@ -122,6 +122,10 @@ class Agent(Protocol):
         """Which transport: "nixl" or "loopback". Only agents of one kind can talk."""
 
     @property
+    def memory_host(self) -> str:
+        """The host within which its bytes go through shared memory (`host.host_id`); empty: they never do."""
+
+    @property
     def pulse(self) -> Pulse:
         """Whether the agent's thread gets on."""
 

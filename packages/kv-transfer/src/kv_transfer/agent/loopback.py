@@ -24,6 +24,7 @@ from kv_transfer.agent.cards import MemoryKind
 from kv_transfer.agent.pieces import Piece
 from kv_transfer.agent.pump import PumpedAgent, PumpLimits
 from kv_transfer.agent.transport import TransportError
+from kv_transfer.host import host_id
 from kv_transfer.regions import Region, RegionSlice
 
 KIND: Final = "loopback"
@@ -137,6 +138,10 @@ class LoopbackTransport:
     @property
     def kind(self) -> str:
         return KIND
+
+    @property
+    def memory_host(self) -> str:
+        return host_id()
 
     def open(self, name: str) -> None:
         self._self = self._hub.enter(name)

@@ -25,6 +25,7 @@ the rest of kvferry leans on:
 
 import importlib
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from kv_transfer.agent.cards import MemoryKind
 from kv_transfer.agent.pieces import OURS, THEIRS, Piece
 from kv_transfer.agent.pump import PumpedAgent, PumpLimits
 from kv_transfer.agent.transport import TransportError
+from kv_transfer.host import host_id
 from kv_transfer.regions import Region
 from kv_transfer.thresholds import DEVICE_POST
 
@@ -47,6 +49,8 @@ _log = logging.getLogger(__name__)
 
 KIND: Final = "nixl"
 BACKEND: Final = "UCX"
+SHARED_MEMORY: Final = ("shm", "sm", "mm", "posix", "sysv", "cma", "knem", "xpmem")
+"""UCX's names of transports between processes of one host."""
 
 
 class NixlMissing(FerryError, ImportError):
@@ -72,6 +76,16 @@ def nixl_agent(config: NixlConfig = NixlConfig(), name: str | None = None) -> Pu
     return PumpedAgent(name or fresh_name(KIND), NixlTransport(import_nixl(), config), limits)
 
 
+def shares_memory(transports: str | None) -> bool:
+    """Whether UCX may use shared memory, by `UCX_TLS`: a list of what it may use or, after "^", of what it may not."""
+    if transports is None:
+        return True
+    named = {name.strip() for name in transports.removeprefix("^").split(",")}
+    if transports.startswith("^"):
+        return not named & {"all", "shm", "sm", "mm"}
+    return bool(named & {"all", *SHARED_MEMORY})
+
+
 @dataclass(frozen=True, slots=True)
 class NixlPost:
     """A transfer request of the library; `settled` when it was done as it was posted."""
@@ -92,6 +106,10 @@ class NixlTransport:
     @property
     def kind(self) -> str:
         return KIND
+
+    @property
+    def memory_host(self) -> str:
+        return host_id() if shares_memory(os.environ.get("UCX_TLS")) else ""
 
     def open(self, name: str) -> None:
         if self._config.device is not None and self._config.device.type == "cuda":

@@ -123,6 +123,10 @@ class PumpedAgent(Generic[PostT]):
     def kind(self) -> str:
         return self._transport.kind
 
+    @property
+    def memory_host(self) -> str:
+        return self._transport.memory_host
+
     def register(self, region: Region) -> None:
         if region in self._regions:
             raise CallerError(f"a region is registered once: agent={self._name!r}, {region}")

@@ -26,6 +26,10 @@ class Transport(Protocol[PostT]):
     def kind(self) -> str:
         """The kind of its agents' cards."""
 
+    @property
+    def memory_host(self) -> str:
+        """As `Agent.memory_host`."""
+
     def open(self, name: str) -> None:
         """Starts under this name; the first call."""
 

@@ -11,7 +11,6 @@ Each process may see its own GPU only: handles carry the device. Memory of PyTor
 import ctypes
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -25,6 +24,7 @@ from kv_kernels.peer import peer_copy
 from kv_transfer.agent.cards import DirectCard
 from kv_transfer.direct.base import CannotMap, Read
 from kv_transfer.direct.laid import MAX_PLANES, Address, Index, LaidPlanes, check_laid, laid
+from kv_transfer.host import host_id
 from kv_transfer.plan.cache_state import CacheState
 from kv_transfer.plan.elements import ITEM_BYTES
 from kv_transfer.pools import PagedCaches
@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 KIND: Final = "cuda-ipc"
 HANDLE_BYTES: Final = 64
-BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 LAZY_PEER_ACCESS: Final = 1
 LIBRARY: Final = "libcuda.so.1"
 
@@ -137,11 +136,6 @@ def cuda_door(caches: PagedCaches) -> CudaDoor | None:
         logger.info("peers cannot map our caches, their bytes are staged: %s", error)
         return CudaDoor(caches, None)
     return CudaDoor(caches, card)
-
-
-def host_id() -> str:
-    """The same for all processes of a running host."""
-    return BOOT_ID.read_text().strip() if BOOT_ID.exists() else "unknown"
 
 
 def _check_reach(blob: _Blob, sizes: Sequence[int]) -> None:

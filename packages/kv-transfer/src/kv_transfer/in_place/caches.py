@@ -19,12 +19,13 @@ from kv_core.ids import Rank
 from kv_core.spans import Span
 from kv_kernels.layout import MappedPlanes
 from kv_transfer.agent.base import Agent
-from kv_transfer.agent.cards import DirectCard, MemoryKind
+from kv_transfer.agent.cards import MAX_NAME_CHARS, DirectCard, MemoryKind
 from kv_transfer.direct.base import CannotMap
 from kv_transfer.direct.laid import MAX_PLANES, Address, Index, LaidPlanes, check_laid, laid
 from kv_transfer.plan.cache_state import CacheState
 from kv_transfer.pools import PagedCaches
 from kv_transfer.regions import Region, storage_region
+from kv_transfer.thresholds import Link
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ class _Blob(LaidPlanes, frozen=True, kw_only=True, forbid_unknown_fields=True):
     addresses: Annotated[tuple[Address, ...], msgspec.Meta(min_length=1, max_length=MAX_PLANES)]
     memory: MemoryKind
     device_id: Index
+    near: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
+    """`Agent.memory_host` of whoever holds them."""
 
 
 class SharedCaches:
@@ -50,6 +53,7 @@ class SharedCaches:
         self.regions = tuple(storage_region(storages[address]) for address in sorted(storages))
         self._starts = [region.address for region in self.regions]
         self._agent_kind = agent.kind
+        self._near = agent.memory_host
         for region in self.regions:
             agent.register(region)
 
@@ -66,9 +70,16 @@ class SharedCaches:
             addresses=tuple(plane.data_ptr() for plane in caches.planes),
             memory=self.regions[0].kind,
             device_id=self.regions[0].device_id,
+            near=self._near,
             **laid(caches),
         )
         return DirectCard(kind=KIND, host=self._agent_kind, blob=msgspec.msgpack.encode(blob))
+
+    def link_to(self, theirs: "RemotePlanes") -> Link:
+        """Over what these planes of a peer are read."""
+        if self.regions[0].kind == "device":
+            return "device"
+        return "shared memory" if self._near and self._near == theirs.blob.near else "network"
 
     def planes_of(self, card: DirectCard | None, state: CacheState, rank: Rank) -> "RemotePlanes | None":
         """Where the planes of a peer lie, this rank of that state; None if we are not to read them in place."""

@@ -56,7 +56,7 @@ class InPlaceReads:
         ours, theirs = self._room.shared, peer.planes
         if ours is None or theirs is None or is_converted(self._room.identity.state, peer.state):
             return False, ""
-        least = self._room.config.least_run_bytes(ours.regions[0].kind)
+        least = self._room.config.least_run_bytes(ours.link_to(theirs))
         shortest = min(_shortest(ours, theirs, piece) for piece in pieces)
         return shortest >= least, f"runs of {shortest} bytes, in place from {least} on"
 
