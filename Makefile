@@ -6,9 +6,11 @@ RUN := $(PY) -m
 # Seed of the long versions, and folders of tests to leave it at: `make test-long SEED=1 ONLY=tests/transfer`.
 SEED ?= 0
 ONLY ?=
-# Tests that wait in real time and measure it: they run one after the other, as real engines do. The rest runs on so many
-# processes.
-REAL_TIME := tests/transfer/agent tests/transfer/sessions tests/transfer/processes
+# Tests that wait in real time and measure it: over NIXL they run one after the other, as real engines do; those in memory
+# mostly sleep, and run on WORKERS processes with nothing else beside them. The rest runs on so many processes too.
+NIXL_WORLDS := tests/transfer/sessions/test_nixl_worlds.py
+REAL_TIME := tests/transfer/agent tests/transfer/processes $(NIXL_WORLDS)
+IN_MEMORY := tests/transfer/sessions
 WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
 
 .DEFAULT_GOAL := help
@@ -30,9 +32,11 @@ check: setup ## Check format, lint, types and who imports whom
 test: check test-packages test-suite ## Run all that CI runs (real vLLM and NIXL included, no GPU)
 
 test-suite: setup ## Run the test suite alone: real engines, then real time, then the rest on WORKERS processes
-	@$(RUN) pytest tests/e2e; engines=$$?; $(RUN) pytest $(REAL_TIME); real_time=$$?; \
-	$(RUN) pytest $(addprefix --ignore=,tests/e2e $(REAL_TIME)) --numprocesses=$(WORKERS) --dist=worksteal && \
-	exit $$((engines + real_time))
+	@failed=0; many="--numprocesses=$(WORKERS) --dist=worksteal"; \
+	$(RUN) pytest tests/e2e || failed=1; \
+	$(RUN) pytest $(REAL_TIME) || failed=1; \
+	$(RUN) pytest $(IN_MEMORY) --ignore=$(NIXL_WORLDS) $$many || failed=1; \
+	$(RUN) pytest $(addprefix --ignore=,tests/e2e $(REAL_TIME) $(IN_MEMORY)) $$many && exit $$failed
 
 test-packages: setup ## Test each package in an environment of its own, without what it does not declare
 	$(PY) tools/check_packages.py
