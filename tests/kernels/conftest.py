@@ -9,7 +9,7 @@ import pytest
 
 import kv_kernels
 
-DEVICE_CODE = ("paged_copy", "gather", "scatter", "block_copy", "peer", "weighted_sum")
+DEVICE_CODE = ("weighted_sum", "paged_copy", "gather", "scatter", "block_copy", "peer", "block_table")
 
 
 class Kernels(NamedTuple):
@@ -18,6 +18,7 @@ class Kernels(NamedTuple):
     block_copy: ModuleType
     peer: ModuleType
     weighted_sum: ModuleType
+    block_table: ModuleType
 
 
 @pytest.fixture
@@ -28,6 +29,6 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Kernels:
         module = importlib.import_module(f"kv_kernels.{name}")
         monkeypatch.setattr(kv_kernels, name, module)
         monkeypatch.delitem(sys.modules, f"kv_kernels.{name}")
-    # The kernel first: the launchers find it as an attribute of the package.
-    _, *launchers = [importlib.import_module(f"kv_kernels.{name}") for name in DEVICE_CODE]
-    return Kernels(*launchers)
+    # Kernels first: the launchers find them as attributes of the package.
+    made = {name: importlib.import_module(f"kv_kernels.{name}") for name in DEVICE_CODE}
+    return Kernels(**{name: made[name] for name in Kernels._fields})

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kv_kernels import paged_copy, reference
 from kv_kernels.ends import paged_end
-from kv_kernels.launch import Backend, Extent, Route, choose_backend, plan_launch
+from kv_kernels.launch import Backend, Extent, Route, choose_backend, plan_launch, upload
 from kv_kernels.layout import ORIGIN, Corner, select_pair
 from kv_kernels.tuning import LOCAL, Tuning
 
@@ -55,6 +55,7 @@ def copy_blocks(
         return Route("reference", itemsize)
     if written.is_empty:
         return Route("triton", itemsize)
-    extent = Extent(num_tokens, num_heads, planes[0].shape[3], itemsize)
-    launch = plan_launch(paged_end(source, read), paged_end(planes, written), extent, tuning, planes[0].device)
-    return paged_copy.run(launch)
+    extent = Extent(len(source), num_tokens, num_heads, planes[0].shape[3], itemsize)
+    numbers: list[int] = []
+    ends = paged_end(source, read, numbers), paged_end(planes, written, numbers)
+    return paged_copy.run(plan_launch(*ends, extent, tuning, upload(numbers, planes[0].device)))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kv_kernels import paged_copy, reference
 from kv_kernels.ends import dense_end, extent_of, paged_end
-from kv_kernels.launch import Backend, Route, choose_backend, plan_launch
+from kv_kernels.launch import Backend, Route, choose_backend, plan_launch, upload
 from kv_kernels.layout import select
 from kv_kernels.tuning import Tuning, tuning_for
 
@@ -39,5 +39,7 @@ def gather(
         return Route("reference", out.dtype.itemsize)
     if selection.is_empty:
         return Route("triton", out.dtype.itemsize)
-    source, target, extent = paged_end(planes, selection), dense_end(out), extent_of(out)
-    return paged_copy.run(plan_launch(source, target, extent, tuning or tuning_for(out), planes[0].device))
+    numbers: list[int] = []
+    source, target, extent = paged_end(planes, selection, numbers), dense_end(out), extent_of(out)
+    table = upload(numbers, planes[0].device)
+    return paged_copy.run(plan_launch(source, target, extent, tuning or tuning_for(out), table))

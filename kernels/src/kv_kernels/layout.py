@@ -122,9 +122,9 @@ def select_pair(
     (shape, kind), (source_shape, source_kind) = _shape_and_kind(planes), _shape_and_kind(source)
     if kind != source_kind:
         raise ValueError(f"the planes do not fit each other (number, D, dtype): ours={kind}, theirs={source_kind}")
-    written = _selected(shape, block_ids, at, num_tokens, num_heads)
+    written = select_among(shape, block_ids, at, num_tokens, num_heads)
     check_distinct(written)
-    return written, _selected(source_shape, source_ids, source_at, num_tokens, num_heads)
+    return written, select_among(source_shape, source_ids, source_at, num_tokens, num_heads)
 
 
 def _shape_and_kind(
@@ -142,8 +142,10 @@ def select(
 ) -> Selection:
     """Checks one call; `first_token` counts from slot 0 of `block_ids[0]`. ValueError names both sides of a misfit."""
     _check_planes(planes)
-    _check_dense(dense, planes)
-    return _selected(tuple(planes[0].shape), block_ids, Corner(first_token, first_head), dense.shape[1], dense.shape[2])
+    check_dense(dense, planes)
+    return select_among(
+        tuple(planes[0].shape), block_ids, Corner(first_token, first_head), dense.shape[1], dense.shape[2]
+    )
 
 
 def check_distinct(selection: Selection) -> None:
@@ -153,9 +155,10 @@ def check_distinct(selection: Selection) -> None:
         raise ValueError(f"a block is written twice: blocks={len(selection.block_ids)}, distinct={distinct}")
 
 
-def _selected(
+def select_among(
     shape: tuple[int, ...], block_ids: Sequence[int], at: Corner, num_tokens: int, num_heads: int
 ) -> Selection:
+    """Checks what is copied of planes of this shape. ValueError names both sides of a misfit."""
     num_blocks, tokens_per_block, heads_held, _ = shape
     _check_span("tokens", at.first_token, num_tokens, len(block_ids) * tokens_per_block)
     _check_span("heads", at.first_head, num_heads, heads_held)
@@ -183,7 +186,8 @@ def _kind(plane: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torc
     return plane.shape, plane.stride(), plane.dtype, plane.device
 
 
-def _check_dense(dense: Tensor, planes: Sequence[Tensor]) -> None:
+def check_dense(dense: Tensor, planes: Sequence[Tensor]) -> None:
+    """ValueError unless the dense view has an entry for each plane, of their kind, and can be reached from them."""
     if dense.ndim != 4 or dense.shape[0] != len(planes) or dense.shape[3] != planes[0].shape[3]:
         expected = f"[{len(planes)}, T', H', {planes[0].shape[3]}]"
         raise ValueError(f"the dense view does not fit the planes: got={tuple(dense.shape)}, expected={expected}")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kv_kernels import paged_copy
 from kv_kernels.ends import paged_end
-from kv_kernels.launch import Extent, Route, choose_backend, plan_launch
+from kv_kernels.launch import Extent, Route, choose_backend, plan_launch, upload
 from kv_kernels.layout import ORIGIN, Corner, MappedPlanes, select_pair
 from kv_kernels.tuning import PEER, Tuning
 
@@ -52,9 +52,10 @@ def peer_copy(
     choose_backend(device, "triton", interpreted=paged_copy.is_interpreted())
     if written.is_empty:
         return Route("triton", dtype.itemsize)
-    extent = Extent(num_tokens, num_heads, source.shape[3], dtype.itemsize)
-    launch = plan_launch(paged_end(source, read), paged_end(planes, written), extent, tuning, device)
-    return paged_copy.run(launch)
+    extent = Extent(len(source.addresses), num_tokens, num_heads, source.shape[3], dtype.itemsize)
+    numbers: list[int] = []
+    ends = paged_end(source, read, numbers), paged_end(planes, written, numbers)
+    return paged_copy.run(plan_launch(*ends, extent, tuning, upload(numbers, device)))
 
 
 def _device_of(planes: Sequence[Tensor] | MappedPlanes) -> torch.device:

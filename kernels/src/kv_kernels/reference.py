@@ -1,15 +1,17 @@
-"""Gather and scatter in plain torch: the oracle of the kernels, and the way taken on CPU tensors.
+"""The kernels in plain torch: their oracle, and the way taken on CPU tensors.
 
-In:  planes, a dense view, block ids (see `layout`).
-Out: `gather` fills the dense view from the planes, `scatter` the planes from the dense view.
+In:  planes, a dense view, block ids (see `layout`); words.
+Out: `gather` fills the dense view from the planes, `scatter` the planes from the dense view; weighted sums of words.
 Law: bytes are moved, never converted; nothing outside the selection is written. A call that raises has written nothing.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 
+from kv_kernels.launch import Route
 from kv_kernels.layout import ORIGIN, Corner, Selection, check_distinct, select, select_pair
 from kv_kernels.words import widened
 
@@ -66,6 +68,60 @@ def scatter_selected(planes: Sequence[Tensor], src: Tensor, selection: Selection
     """The same as `scatter` for arguments that are checked."""
     for cached, ids, dense in _pairs(src, planes, selection):
         cached.index_copy_(0, ids, dense)
+
+
+def gather_part(
+    out: Tensor, planes: Sequence[Tensor], selection: Selection, summed_at: int | None
+) -> tuple[Route, Tensor | None]:
+    """The twin of `block_table.gather_part`, for arguments that are checked; the first planes are those meant."""
+    gather_selected(out, planes[: len(out)], selection)
+    return Route("reference", out.dtype.itemsize), None if summed_at is None else sum_of(out, summed_at)
+
+
+def scatter_part(
+    planes: Sequence[Tensor], src: Tensor, selection: Selection, summed_at: int | None
+) -> tuple[Route, Tensor | None]:
+    """The twin of `block_table.scatter_part`."""
+    scatter_selected(planes[: len(src)], src, selection)
+    return Route("reference", src.dtype.itemsize), None if summed_at is None else sum_of(src, summed_at)
+
+
+MIX: Final = (0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64))
+"""The two factors of the finalizer of MurmurHash3, as signed words."""
+
+
+def weighted_sum(words: Tensor) -> Tensor:
+    """int64 [1], of int64 words [n]: sum(w[i] * k[i]) modulo 2**64 (see `weights`)."""
+    return (words * weights(words.numel()).to(words.device)).sum(0, keepdim=True)
+
+
+def sum_of(dense: Tensor, at_byte: int) -> Tensor:
+    """int64 [1]: what the elements of a dense view add to the sum of words of which its first element is a byte."""
+    elements = dense.contiguous().view(torch.uint8)
+    strides = *(step * dense.dtype.itemsize for step in dense.stride()[:3]), 1
+    assert dense.stride(3) == 1, "law: the elements of a row lie together in what is summed"
+    places = torch.full((1,) * 4, at_byte)
+    for axis, (length, step) in enumerate(zip(elements.shape, strides, strict=True)):
+        shape = [1] * 4
+        shape[axis] = length
+        places = places + (torch.arange(length) * step).view(shape)
+    if not elements.numel():
+        return torch.zeros(1, dtype=torch.int64)
+    of_word = weights(int(places.max()) // 8 + 1)[places // 8]
+    return ((elements.cpu().to(torch.int64) << places % 8 * 8) * of_word).sum().view(1)
+
+
+def weights(num_words: int) -> Tensor:
+    """k[0 .. num_words), int64: the finalizer of MurmurHash3 over i + 1, made odd."""
+    mixed = torch.arange(1, num_words + 1, dtype=torch.int64)
+    for factor in MIX:
+        mixed = (mixed ^ _shifted(mixed)) * factor
+    return (mixed ^ _shifted(mixed)) | 1
+
+
+def _shifted(words: Tensor) -> Tensor:
+    """Each word shifted right by 33 bits, zeroes coming in."""
+    return (words >> 33) & ((1 << 31) - 1)
 
 
 def _pairs(dense: Tensor, planes: Sequence[Tensor], selection: Selection) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kv_kernels import paged_copy, reference
 from kv_kernels.ends import dense_end, extent_of, paged_end
-from kv_kernels.launch import Backend, Route, choose_backend, plan_launch
+from kv_kernels.launch import Backend, Route, choose_backend, plan_launch, upload
 from kv_kernels.layout import check_distinct, select
 from kv_kernels.tuning import Tuning, tuning_for
 
@@ -40,5 +40,7 @@ def scatter(
         return Route("reference", src.dtype.itemsize)
     if selection.is_empty:
         return Route("triton", src.dtype.itemsize)
-    source, target, extent = dense_end(src), paged_end(planes, selection), extent_of(src)
-    return paged_copy.run(plan_launch(source, target, extent, tuning or tuning_for(src), planes[0].device))
+    numbers: list[int] = []
+    source, target, extent = dense_end(src), paged_end(planes, selection, numbers), extent_of(src)
+    table = upload(numbers, planes[0].device)
+    return paged_copy.run(plan_launch(source, target, extent, tuning or tuning_for(src), table))

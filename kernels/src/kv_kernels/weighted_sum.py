@@ -2,8 +2,8 @@
 
 In:  int64 words [n], in one piece.
 Out: int64 [1] on their device: sum(w[i] * k[i]) modulo 2**64, with k[i] = mix(i + 1) | 1, the finalizer of MurmurHash3.
-Law: the words are read once and nothing else is; weights are computed, not stored. The sum is the same in any order. On
-a GPU it is queued on the current stream, without waiting.
+Law: equal to `reference.weighted_sum`. The words are read once and nothing else is; weights are computed, not stored.
+The sum is the same in any order. On a GPU it is queued on the current stream, without waiting.
 
 Each program adds up many tiles in registers; what is left, a tile a program, is added up by torch.
 """
@@ -19,16 +19,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kv_kernels.reference import MIX
+
 TILE: Final = 2048
 NUM_WARPS: Final = 8
 NUM_PROGRAMS: Final = 264
 """Two a multiprocessor of an H200."""
 
-_FIRST: Final = tl.constexpr(0xFF51AFD7ED558CCD - (1 << 64))
-_SECOND: Final = tl.constexpr(0xC4CEB9FE1A85EC53 - (1 << 64))
+_FIRST: Final = tl.constexpr(MIX[0])
+_SECOND: Final = tl.constexpr(MIX[1])
 _LOW: Final = tl.constexpr((1 << 31) - 1)
-MIX: Final = (0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64))
-"""The two factors, as signed words."""
+
+
+@triton.jit
+def weight(place):
+    """k[i] of the words at these places, int64."""
+    mixed = place + 1
+    # Shifts of signed words let ones in; the mask takes them out.
+    mixed = (mixed ^ ((mixed >> 33) & _LOW)) * _FIRST
+    mixed = (mixed ^ ((mixed >> 33) & _LOW)) * _SECOND
+    return (mixed ^ ((mixed >> 33) & _LOW)) | 1
 
 
 @triton.jit
@@ -41,12 +51,7 @@ def _sum_kernel(words_ptr, partial_ptr, num_words, TILE: tl.constexpr):
     for first in range(start, num_words, step):
         place = first + lane
         word = tl.load(words_ptr + place, mask=place < num_words, other=0)
-        mixed = place + 1
-        # Shifts of signed words let ones in; the mask takes them out.
-        mixed = (mixed ^ ((mixed >> 33) & _LOW)) * _FIRST
-        mixed = (mixed ^ ((mixed >> 33) & _LOW)) * _SECOND
-        mixed = (mixed ^ ((mixed >> 33) & _LOW)) | 1
-        total += word * mixed
+        total += word * weight(place)
     tl.store(partial_ptr + start + lane, total)
 
 

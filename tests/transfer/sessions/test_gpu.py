@@ -9,7 +9,9 @@ import torch
 from kv_testing.worlds import FAST, Side, make_side, sides, state_of
 from kv_transfer.agent import loopback
 from kv_transfer.agent.loopback import LoopbackHub
+from kv_transfer.checksum import Summer
 from kv_transfer.mover import Mover
+from kv_transfer.passages import Passages
 
 pytestmark = [
     pytest.mark.gpu,
@@ -98,3 +100,36 @@ def test_a_scatter_waits_for_what_the_engine_has_queued(world):
     d.order(p, transfer)
     assert d.outcome(others=[p]).ok
     assert d.misplaced() == 0
+
+
+def test_checksums_are_added_up_in_passing(world, monkeypatch):
+    passes, compute = [], Summer.checksum
+
+    def counted(summer, staged):
+        passes.append(staged.numel())
+        return compute(summer, staged)
+
+    monkeypatch.setattr(Summer, "checksum", counted)
+    p, d = world
+    p.work_before = nap
+    _hand_over(p, d, "d0")
+    assert d.misplaced() == 0
+    assert not passes
+
+
+def test_a_bit_that_changes_on_its_way_fails_the_load(world, monkeypatch):
+    p, d = world
+    _hand_over(p, d, "first")
+    write = Passages._write
+
+    def spoilt(self, session, seq):
+        session.moves.held[seq].lease.slice.tensor[5] ^= 1
+        torch.cuda.synchronize()
+        write(self, session, seq)
+
+    monkeypatch.setattr(Passages, "_write", spoilt)
+    d.order(p, p.offer("p1"), "d1")
+    received = d.outcome("d1", others=[p])
+    assert not received.ok
+    assert "checksums of chunk" in received.reason
+    d.check_clean()

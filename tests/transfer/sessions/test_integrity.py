@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from kv_core.spans import Span
+from kv_kernels.reference import weights
 from kv_testing.waiting import wait_for
 from kv_testing.worlds import FAST, Switches, pair
-from kv_transfer.checksum import Pending, Summer, weights
+from kv_transfer.checksum import Pending, Summer
 from kv_transfer.passages import Passages
 
 
@@ -63,7 +64,7 @@ def test_a_checksum_that_a_stream_computes_is_waited_for_on_both_sides(monkeypat
     compute, made = Summer.checksum, []
 
     def pending(summer, staged):
-        made.append(Pending(torch.tensor([compute(summer, staged)])))
+        made.append(Pending((torch.tensor([compute(summer, staged)]),)))
         return made[-1]
 
     monkeypatch.setattr(Summer, "checksum", pending)

@@ -2,21 +2,25 @@
 
 In:  a chunk, the block tables of our own engine, staged bytes.
 Out: callables that the mover runs: one fills staging from blocks, one fills blocks from verified staging.
-Law: nothing is scattered that has not been verified, if there is a checksum; nothing at all once the load has failed.
+Law: no chunk has arrived that has not been verified, if there is a checksum; nothing is scattered once the load has
+     failed. On a GPU the checksum is taken in the very pass that copies: there bytes that turn out to be wrong lie in
+     blocks of a load that fails, which nobody reads; elsewhere they are not scattered at all.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import cast
 
 from torch import Tensor
 
 from kv_core.errors import PeerError
 from kv_core.ids import BlockId, Rank, SessionId
-from kv_transfer.checksum import Summer, known
+from kv_kernels.block_table import Copied
+from kv_transfer.checksum import Pending, Summer, known, pending
 from kv_transfer.direct.base import Read, RemoteCaches
 from kv_transfer.direct.reads import Holding, reads_of
-from kv_transfer.faults import Faults
-from kv_transfer.formatter.conversion import conversion_of
+from kv_transfer.faults import Faults, NoFaults
+from kv_transfer.formatter.base import Formatter
+from kv_transfer.formatter.conversion import Conversion, conversion_of
 from kv_transfer.formatter.select import formatter_for
 from kv_transfer.mover import Steps
 from kv_transfer.orders import BlockTables
@@ -26,6 +30,7 @@ from kv_transfer.plan.ranges import BlockRange, block_range
 from kv_transfer.pools import PagedCaches
 from kv_transfer.profiling import NO_RANGES, Ranges
 from kv_transfer.protocol.messages import Ask
+from kv_transfer.request_blocks import Shelf, pays
 
 
 class CorruptBytes(PeerError):
@@ -45,16 +50,25 @@ class Copier:
         self._faults = faults
         self._ranges = ranges
         self._summer = Summer()
+        # One each way, since each way has a stream.
+        self._out, self._in = Shelf(caches), Shelf(caches)
+        self._is_tabled = pays(caches)
+        self._verifies_in_passing = self._is_tabled and type(faults) is NoFaults
+        """Why not with faults: a test changes bytes between their verification and the scatter."""
 
     def gather(self, chunk: Chunk, tables: BlockTables, staged: Tensor, *, checksum: bool) -> Callable[[], Steps]:
         """A job that fills `staged`, uint8 [chunk.num_bytes], from our blocks, and answers its checksum if wanted."""
 
         def run() -> Steps:
-            formatter = formatter_for(self._state)
+            formatter, sums = formatter_for(self._state), list[Tensor]()
             with self._ranges.around("gather"):
-                for part, blocks, dense in self._parts(chunk, tables, staged):
-                    formatter.split(part, self._caches, blocks, dense)
-                found = self._summer.checksum(staged) if checksum else None
+                for part, group, dense, at in self._parts(chunk, tables, staged):
+                    if self._is_tabled:
+                        blocks, summed_at = self._out.take(tables, group), at if checksum else None
+                        sums += _sums(formatter.split_blocks(part, self._caches, blocks, dense, summed_at))
+                    else:
+                        formatter.split(part, self._caches, self._blocks(tables, group, part), dense)
+                found = self._checksum(staged, sums) if checksum else None
             return (yield from known(found))
 
         return run
@@ -74,20 +88,45 @@ class Copier:
         def run() -> Steps:
             if not is_wanted():
                 return None
-            if checksum is not None:
-                found = yield from known(self._summer.checksum(staged))
-                if found != checksum:
-                    raise CorruptBytes(f"checksums of chunk {chunk.seq} differ: ours={found}, theirs={checksum}")
+            conversion = conversion_of(theirs, self._state)
+            in_passing = checksum is not None and self._verifies_in_passing and conversion is None
+            if checksum is not None and not in_passing:
+                _verify(chunk, (yield from known(self._summer.checksum(staged))), checksum)
                 if not is_wanted():
                     return None
             with self._ranges.around("scatter"):
                 self._faults.after_verify(session, chunk, staged)
-                formatter, conversion = formatter_for(theirs), conversion_of(theirs, self._state)
-                for part, blocks, dense in self._parts(chunk, tables, staged):
-                    formatter.concat(part, self._caches, blocks, dense, conversion)
+                sums = self._concat(chunk, tables, formatter_for(theirs), staged, conversion, is_summed=in_passing)
+                found = self._checksum(staged, sums) if in_passing else None
+            if checksum is not None and in_passing:
+                _verify(chunk, (yield from known(found)), checksum)
             return None
 
         return run
+
+    def _concat(
+        self,
+        chunk: Chunk,
+        tables: BlockTables,
+        formatter: Formatter,
+        staged: Tensor,
+        conversion: Conversion | None,
+        *,
+        is_summed: bool,
+    ) -> list[Tensor]:
+        """Fills our blocks; the parts of the checksum, if it is wanted."""
+        sums = list[Tensor]()
+        for part, group, dense, at in self._parts(chunk, tables, staged):
+            if self._is_tabled:
+                blocks, summed_at = self._in.take(tables, group), at if is_summed else None
+                sums += _sums(formatter.concat_blocks(part, self._caches, blocks, dense, summed_at, conversion))
+            else:
+                formatter.concat(part, self._caches, self._blocks(tables, group, part), dense, conversion)
+        return sums
+
+    def _checksum(self, staged: Tensor, sums: list[Tensor]) -> int | Pending:
+        """Of what the copies have added up; of the bytes, where they have not."""
+        return pending(sums) if sums else self._summer.checksum(staged)
 
     def read(
         self,
@@ -114,13 +153,28 @@ class Copier:
         ours = Holding(self._state, self._rank, self._caches.groups, 0, tables.by_group)
         return list(reads_of(ask, ours, theirs))
 
-    def _parts(self, chunk: Chunk, tables: BlockTables, staged: Tensor) -> Iterator[tuple[Chunk, BlockRange, Tensor]]:
-        """The chunk cut where our layers change their block table: (part in our own tokens, its blocks, its bytes)."""
+    def _parts(self, chunk: Chunk, tables: BlockTables, staged: Tensor) -> Iterator[tuple[Chunk, int, Tensor, int]]:
+        """The chunk cut where our layers change their block table.
+
+        (part in our own tokens, its layer group, its bytes, which byte of the chunk is their first)
+        """
         tokens = self._state.token_share(self._context_rank, tables.num_tokens).local(chunk.tokens)
         layer_bytes = chunk.num_bytes // len(chunk.piece.layers)
         first = chunk.piece.layers.start
         for layers, group in self._caches.by_group(chunk.piece.layers):
-            dense = staged[(layers.start - first) * layer_bytes : (layers.stop - first) * layer_bytes]
-            part = Chunk(chunk.seq, Piece(layers, chunk.piece.heads), tokens, len(layers) * layer_bytes)
-            table = cast("Sequence[BlockId]", tables.by_group[group])
-            yield part, block_range(table, tokens, self._caches.tokens_per_block), dense
+            at, num_bytes = (layers.start - first) * layer_bytes, len(layers) * layer_bytes
+            part = Chunk(chunk.seq, Piece(layers, chunk.piece.heads), tokens, num_bytes)
+            yield part, group, staged[at : at + num_bytes], at
+
+    def _blocks(self, tables: BlockTables, group: int, part: Chunk) -> BlockRange:
+        table = cast("Sequence[BlockId]", tables.by_group[group])
+        return block_range(table, part.tokens, self._caches.tokens_per_block)
+
+
+def _sums(copies: Iterable[Copied]) -> list[Tensor]:
+    return [copied.sums for copied in copies if copied.sums is not None]
+
+
+def _verify(chunk: Chunk, found: int | None, stated: int) -> None:
+    if found != stated:
+        raise CorruptBytes(f"checksums of chunk {chunk.seq} differ: ours={found}, theirs={stated}")

@@ -10,11 +10,13 @@ from typing import Protocol
 
 from torch import Tensor
 
+from kv_kernels.block_table import Copied
 from kv_kernels.launch import Route
 from kv_transfer.formatter.conversion import Conversion
 from kv_transfer.plan.plan import Chunk
 from kv_transfer.plan.ranges import BlockRange
 from kv_transfer.pools import PagedCaches
+from kv_transfer.request_blocks import RequestBlocks
 
 
 class Formatter(Protocol):
@@ -33,4 +35,25 @@ class Formatter(Protocol):
         conversion: Conversion | None = None,
     ) -> tuple[Route, ...]:
         """Scatters `src`, uint8 [chunk.num_bytes], into our blocks; elements of another type by way of `conversion`."""
+        ...
+
+    def split_blocks(
+        self, chunk: Chunk, caches: PagedCaches, blocks: RequestBlocks, out: Tensor, summed_at: int | None = None
+    ) -> tuple[Copied, ...]:
+        """As `split`, one launch for each kind of plane, with no upload but the first for these blocks.
+
+        `summed_at`: the first of these bytes is this byte of what is summed; each copy then tells its part of the sum.
+        """
+        ...
+
+    def concat_blocks(
+        self,
+        chunk: Chunk,
+        caches: PagedCaches,
+        blocks: RequestBlocks,
+        src: Tensor,
+        summed_at: int | None = None,
+        conversion: Conversion | None = None,
+    ) -> tuple[Copied, ...]:
+        """As `concat` and `split_blocks`; what is converted is not summed: `summed_at` is None then."""
         ...
