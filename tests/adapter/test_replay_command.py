@@ -2,12 +2,15 @@
 
 import io
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 
 from kv_core.replay import Outcome, Setting
 from kv_engine_adapter.cli import main as command
 from kv_engine_adapter.cli.replay import Bar, main, picture
+
+TRACE = Path(__file__).resolve().parents[2] / "tools" / "data" / "mooncake_synthetic_trace.jsonl"
 
 
 def outcome(order, device, hits, host=0):
@@ -31,6 +34,18 @@ def test_the_picture_has_a_curve_for_each_order():
     for dot in root.findall(f"{name}circle"):
         assert 0 <= float(dot.get("cx", "-1")) <= float(root.get("width", "0"))
         assert 0 <= float(dot.get("cy", "-1")) <= float(root.get("height", "0"))
+
+
+def test_a_trace_gives_a_table_a_file_and_a_picture(tmp_path, capsys):
+    plot, file = tmp_path / "hits.svg", tmp_path / "hits.csv"
+    options = ["--requests", "300", "--device", "500,2000", "--order", "lru,s3-fifo,belady"]
+    assert main([str(TRACE), *options, "--csv", str(file), "--plot", str(plot)]) == 0
+    told = capsys.readouterr()
+    assert len(told.out.splitlines()) == 2 + 6
+    assert told.err == "", "progress is for terminals"
+    assert len(file.read_text().splitlines()) == 1 + 6
+    root = ET.fromstring(plot.read_text())
+    assert len(root.findall("{http://www.w3.org/2000/svg}polyline")) == 3, "a curve for each order"
 
 
 class Terminal(io.StringIO):

@@ -11,14 +11,16 @@ from collections.abc import Iterable
 from kv_core.errors import CallerError
 from kv_core.events import Event, Stored, StoredPiece
 from kv_core.ids import BlockId, BlockOrdinal
+from kv_core.keys import BlockKey, chain_keys, scope_key
 from kv_core.pins import Held
 from kv_core.request import BlockView, Lookup
 from kv_core.retention import DEFAULT_PRIORITY, MAX_PRIORITY, MIN_PRIORITY, Retention
-from kv_core.runs import Run
+from kv_core.runs import Run, path
 from kv_core.sequence import Sequence, Table
+from kv_core.spans import Span
 from kv_core.stats import TierStats, WindowStats
 from kv_core.tiers import Tier
-from kv_core.token_log import TokenLog
+from kv_core.token_log import PLAIN_BYTES, TokenLog
 from kv_core.tree import Root
 from kv_core.window import Window
 
@@ -156,12 +158,14 @@ def check_window(window: Window, tables: list[tuple[Sequence, Table]], pins: lis
     window.pool.check()
     runs = list(window.tree.runs())
     _check_links(window, runs)
+    _check_keys(window)
     _check_holders(window, runs, tables, pins)
     empty = [run for queue in window.queues for run in queue if run.parent is None]
     _check_places(window, runs, empty, tables)
     _check_queues(window, runs, empty)
-    for _, table in tables:
+    for sequence, table in tables:
         _check_table(table)
+        _check_content(sequence, table)
 
 
 def _check_links(window: Window, runs: list[Run]) -> None:
@@ -196,6 +200,19 @@ def _check_links(window: Window, runs: list[Run]) -> None:
         elif not window.is_sliding and run.parent is not None and not isinstance(run.parent, Root):
             assert run.parent.tier <= run.tier, "law: a parent is never on a lower tier than its children"
             assert run.parent.holders >= run.holders, "law: who holds a block holds those before it"
+
+
+def _check_keys(window: Window) -> None:
+    """Each key is that of the block's content behind its parent's key (core spec 16.6, law 5)."""
+    for root in window.tree.roots.values() if window.events is not None else ():
+        waiting: list[tuple[Run, BlockKey]] = [(child, scope_key(root.scope)) for child in root.children.values()]
+        while waiting:
+            run, parent = waiting.pop()
+            items = {run.start: run.items} if run.items else {}
+            plain = root.width == PLAIN_BYTES
+            keys = chain_keys(parent, run.content(), run.block_bytes, Span(run.start, run.stop), items, plain=plain)
+            assert run.keys == keys, "law: a key is that of content and parent"
+            waiting += [(child, keys[-1]) for child in run.children.values()]
 
 
 def _check_holders(window: Window, runs: list[Run], tables: list[tuple[Sequence, Table]], pins: list[Held]) -> None:
@@ -267,3 +284,16 @@ def _check_table(table: Table) -> None:
     if table.partial is not None:
         assert table.partial.parent is table.tail, "law: the block that is not full follows the path"
         assert table.partial.ids[0] == table.ids[table.published - table.start], "law: and is the table's"
+
+
+def _check_content(sequence: Sequence, table: Table) -> None:
+    """What a request published is what it told, with the items that start there."""
+    log = sequence.log
+    if log is None:
+        return
+    runs = path(table.tail, 0) + ([] if table.partial is None else [table.partial])
+    for run in runs:
+        start = run.start * run.block_bytes
+        content = run.content()
+        assert log.told.startswith(content, start), "law: published content is the request's own"
+        assert run.items == log.items.get(run.start, b""), "law: published items are the request's own"
