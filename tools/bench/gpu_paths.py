@@ -1,12 +1,13 @@
 """Every data path between two GPUs, from the order to the proven end, beside NIXL alone in the same processes.
 
 In:  two GPUs of one host (or a CPU with --device cpu, where there is no direct path).
-Out: GB/s of each case with one request and with four at once, `results/gpu_paths.csv`; the stages of a request; a JSON
-     line with the ratio of staged to one descriptor a block, and the share that checksums cost.
+Out: GB/s of each case with one request and with four at once, `results/gpu_paths.csv`; the stages of a request; what a
+     chunk costs the host: to queue its gather, its post and its scatter; a JSON line with the ratio of staged to one
+     descriptor a block, and the share that checksums cost.
 Law: a request is 1 GiB in random blocks (--tokens 8192). Its bytes are proven before anything is timed. Rates count the
      messages before and after the bytes: `peer_copy.py` has those of the kernel alone.
 
-    python tools/bench/gpu_paths.py [--cases direct relaid staged swept] [--tokens 8192] [--repeats 7] [--out FOLDER]
+    python tools/bench/gpu_paths.py [--cases direct relaid staged swept large] [--tokens 8192] [--repeats 7]
 """
 
 import argparse
@@ -26,6 +27,11 @@ RESULTS = Path(__file__).parent / "results"
 MIB = 1 << 20
 STAGED: dict[str, Any] = {"direct": False}
 HEAD, TOKEN = Side(), Side("token_major")
+
+
+LARGE = ((2048, 64, 64), (2048, 128, 128), (2048, 256, 256), (4096, 256, 256), (4096, 512, 512))
+"""Arena, chunk and post in MiB; half of an arena is one peer's, so its chunks under way are half of the first over the
+second."""
 
 
 class Row(NamedTuple):
@@ -56,18 +62,28 @@ def staged() -> Iterator[Row]:
     yield Row("staged, no checksum", Case(settings=STAGED | {"checksum": False}))
 
 
+def large() -> Iterator[Row]:
+    """Large arenas and chunks, each in one post."""
+    yield from (sized(*sizes) for sizes in LARGE)
+
+
 def swept() -> Iterator[Row]:
     """Sizes of arenas and chunks, and bytes of one post."""
-    for arena, chunk, post in (*product((256, 1024), (32, 64, 128), (16, 128)), (2048, 256, 256)):
+    for arena, chunk, post in (*product((256, 1024), (32, 64, 128), (16, 128)), *LARGE):
         if chunk * 4 > arena and chunk != 64:
             continue
-        arenas = {"send_arena_bytes": arena * MIB, "receive_arena_bytes": arena * MIB}
-        settings = STAGED | arenas | {"chunk_bytes": chunk * MIB, "chunks_in_flight": 8}
-        name = f"staged, arena {arena}, chunk {chunk}, post {post} MiB"
-        yield Row(name, Case(settings=settings, limits={"max_post_bytes": post * MIB}))
+        yield sized(arena, chunk, post)
 
 
-GROUPS = {"direct": direct, "relaid": relaid, "staged": staged, "swept": swept}
+def sized(arena: int, chunk: int, post: int) -> Row:
+    """Staged with these sizes, in MiB."""
+    arenas = {"send_arena_bytes": arena * MIB, "receive_arena_bytes": arena * MIB}
+    settings = STAGED | arenas | {"chunk_bytes": chunk * MIB, "chunks_in_flight": 8}
+    name = f"staged, arena {arena}, chunk {chunk}, post {post} MiB"
+    return Row(name, Case(settings=settings, limits={"max_post_bytes": post * MIB}))
+
+
+GROUPS = {"direct": direct, "relaid": relaid, "staged": staged, "swept": swept, "large": large}
 
 
 def scaled(case: Case, tokens: int, at_once: int) -> Case:
@@ -87,6 +103,7 @@ def add(table: Table, row: Row, case: Case, told: Told) -> None:
     name = f"{row.name}, {told.num_requests} at once"
     table.timed(name, case.num_bytes(told.num_requests), told.seconds, bar=row.bar if is_held else 0.0)
     print(f"    stages of a request, ms: {told.stages}", flush=True)
+    told.print_host()
 
 
 def summary(table: Table) -> dict[str, float]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kv_engine_adapter.cli.bench_pair import Case, pair
+from kv_engine_adapter.cli.host_times import Took
 
 PATHS: dict[str, dict[str, Any]] = {
     "direct": {},
@@ -40,12 +41,20 @@ class Plan(NamedTuple):
 
 
 class Told(NamedTuple):
-    """The rounds of so many requests at once: their seconds, the paths taken, medians of stages in milliseconds."""
+    """The rounds of so many requests at once: their seconds, the paths taken, medians of stages in milliseconds, what a
+    chunk cost the host."""
 
     num_requests: int
     seconds: list[float]
     paths: set[str]
     stages: dict[str, float]
+    host: dict[str, dict[str, Took]]
+
+    def print_host(self) -> None:
+        """One line a side."""
+        for side, times in self.host.items():
+            each = (f"{name} {took.took_us:.0f} ({took.ran_us:.0f} running)" for name, took in times.items())
+            print(f"    host time a chunk, us, {side}: {', '.join(each)}", flush=True)
 
 
 def measure(pipe: Connection, case: Case, gpus: Gpus, plan: Plan) -> None:
@@ -53,15 +62,16 @@ def measure(pipe: Connection, case: Case, gpus: Gpus, plan: Plan) -> None:
     with pair(case, gpus) as made:
         made.prove()
         told = []
+        made.host()
         for num_requests in plan.at_once:
             seconds = [made.load(num_requests) for _ in range(plan.repeats)]
-            told.append(Told(num_requests, seconds, made.paths, made.stages()))
+            told.append(Told(num_requests, seconds, made.paths, made.stages(), made.host()))
         if case.plain:
             made.read_plainly()
             made.ranks.clear()
             made.read_plainly()
             made.ranks.check()
-            told.append(Told(case.num_requests, [made.read_plainly() for _ in range(plan.repeats)], {"plain"}, {}))
+            told.append(Told(case.num_requests, [made.read_plainly() for _ in range(plan.repeats)], {"plain"}, {}, {}))
         if plan.profile is not None:
             profiled(made, plan.profile)
         pipe.send(told)
@@ -138,6 +148,7 @@ def main() -> None:
             name = f"{path}, {told.num_requests} of {options.tokens} tokens at once"
             table.timed(name, case.num_bytes(told.num_requests), told.seconds, bar=bar)
             print(f"    stages of a request, ms: {told.stages}", flush=True)
+            told.print_host()
     table.finish(options.out)
 
 

@@ -114,7 +114,7 @@ class TransferConfig:
     chunks_in_flight: int = 4
     """Most chunks of one session that are granted, or being written, at once."""
     checksum: bool = True
-    """Ask senders for a checksum of every chunk and verify it before anything is scattered."""
+    """Ask senders for a checksum of every staged chunk, and verify it: before its scatter, or on a GPU with it."""
 
     direct: bool = True
     """Map the caches of peers on this host, and let them map ours, where the hardware can; else all is staged."""

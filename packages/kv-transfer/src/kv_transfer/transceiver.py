@@ -41,7 +41,7 @@ from kv_transfer.offering import Offering
 from kv_transfer.orders import Arrived, BlockTables, LoadTimes, Offer, Progress, Received, ReceiveOrder, Tables
 from kv_transfer.plan.cache_state import CacheState
 from kv_transfer.pools import PagedCaches
-from kv_transfer.profiling import ranges_for
+from kv_transfer.profiling import Ranges, ranges_for
 from kv_transfer.protocol.messages import RankCard
 from kv_transfer.pulse import Watcher
 from kv_transfer.reactor import Reactor
@@ -89,6 +89,7 @@ class Transceiver:
         agent: Agent,
         faults: Faults | None = None,
         direct: DirectDoor | None = None,
+        ranges: Ranges | None = None,
     ) -> None:
         """Listens at once; a port in use raises CannotListen naming host, port and the settings.
 
@@ -99,7 +100,7 @@ class Transceiver:
         device = caches.planes[0].device if caches.planes else torch.device("cpu")
         sizes = (config.send_arena_bytes, config.receive_arena_bytes)
         send, receive = (Arena(_region(size or default_arena_bytes(_memory_of(device)), device)) for size in sizes)
-        faults, ranges = faults or NoFaults(), ranges_for(device)
+        faults, ranges = faults or NoFaults(), ranges or ranges_for(device)
         self._reports: deque[TransferReport] = deque(maxlen=MAX_UNTOLD)
         self._reactor = Reactor(f"kvferry-rank-{rank}", config, faults)
         self._mover = Mover(device, self._reactor.post)

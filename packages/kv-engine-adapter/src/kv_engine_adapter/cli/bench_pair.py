@@ -20,11 +20,15 @@ from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any, Literal
 
+from kv_engine_adapter.cli.host_times import HostTimes, Took
+
 LAYERS, HEADS, SIZE = 32, 8, 128
 TOKEN_BYTES = 2 * LAYERS * HEADS * SIZE * 2
 PROMPT = b"k" * 32
 START_S = 180.0
 LOAD_S = 120.0
+HOST = "host"
+"""Asks the sender what its chunks cost the host."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class Ranks:
             tuple(shuffled[number * per_request : (number + 1) * per_request]) for number in range(case.num_requests)
         ]
         self.planes = [self._planes(num_blocks) for _ in range(side.tp)]
+        self.host = HostTimes()
         self.transceivers = [self._transceiver(name, rank) for rank in range(side.tp)]
 
     def fill(self) -> None:
@@ -134,8 +139,9 @@ class Ranks:
         caches = PagedCaches.of_layers(self.state.share_of(rank), layers, self.side.block)
         limits = PumpLimits(**self.case.limits) if self.case.limits else None
         agent = nixl_agent(NixlConfig(device=torch.device(self.device), limits=limits))
-        door = cuda_door(caches)
-        return Transceiver(self.config, name, name, rank, self.state, caches, agent, direct=door)  # type: ignore[arg-type]
+        agent._transport.post = self.host.timed("post", agent._transport.post)  # type: ignore[method-assign]
+        door, host = cuda_door(caches), self.host
+        return Transceiver(self.config, name, name, rank, self.state, caches, agent, direct=door, ranges=host)  # type: ignore[arg-type]
 
     def _wait(self) -> None:
         import torch
@@ -172,7 +178,7 @@ def contents(number: int, tokens: int, device: str) -> Any:
 
 
 def serve(pipe: Connection, case: Case, gpu: str | None) -> None:
-    """The sender: answers None with its end, and a transfer id for each request with word that they are offered."""
+    """The sender: answers None with its end, HOST with its host times, transfer ids with word that they are offered."""
     device = see_only(gpu)
     from kv_transfer.instance import InstanceDoor
     from kv_transfer.orders import BlockTables, Offer
@@ -187,6 +193,9 @@ def serve(pipe: Connection, case: Case, gpu: str | None) -> None:
         if pipe.poll(0.005):
             if (transfers := pipe.recv()) is None:
                 break
+            if transfers == HOST:
+                pipe.send(ranks.host.told())
+                continue
             for blocks, transfer in zip(ranks.tables, transfers, strict=False):
                 door.open_offer(transfer, transfer, PROMPT)
                 tables = BlockTables(case.tokens, (blocks,))
@@ -267,6 +276,12 @@ class Pair:
         for ours, theirs in zip(self.ranks.tables, self._their_tables, strict=True):
             self._plain.read(ours, theirs)
         return time.perf_counter() - began
+
+    def host(self) -> dict[str, dict[str, Took]]:
+        """What a chunk has cost the host on either side, since this was asked last."""
+        self._pipe.send(HOST)
+        assert self._pipe.poll(LOAD_S), "the sender does not answer"
+        return {"sender": self._pipe.recv(), "receiver": self.ranks.host.told()}
 
     @property
     def paths(self) -> set[str]:
