@@ -52,7 +52,7 @@ class Question:
     num_answer_tokens: int = 8
     num_children: int = 1
 
-    def body(self) -> dict[str, Any]:
+    def body(self, salt: str | None = None) -> dict[str, Any]:
         """The JSON of the call; token ids are asked for in place of text."""
         several = {"n": self.num_children, "temperature": 1.0, "seed": 11}
         return {
@@ -64,6 +64,7 @@ class Question:
             "return_token_ids": True,
             "ignore_eos": True,
             **(several if self.num_children > 1 else {"temperature": 0.0}),
+            **({} if salt is None else {"cache_salt": salt}),
         }
 
 
@@ -140,20 +141,29 @@ def largest_move(answer: Answer, single: Answer) -> float:
     return _gap(answer.best[0], single.best[0])
 
 
-async def ask(client: httpx.AsyncClient, url: str, question: Question) -> tuple[Answer, ...]:
-    """The answers of one server (engine or router), in the order of prompts, then children."""
-    return answers_of(await complete(client, url, question.body()))
+async def ask(
+    client: httpx.AsyncClient, url: str, question: Question, *, salt: str | None = None
+) -> tuple[Answer, ...]:
+    """The answers of one server (engine or router), in the order of prompts, then children.
+
+    What is asked with a salt shares no cache with what is asked with another one, or with none.
+    """
+    return answers_of(await complete(client, url, question.body(salt)))
 
 
-async def ask_by_hand(client: httpx.AsyncClient, prefill: str, decode: str, question: Question) -> tuple[Answer, ...]:
+async def ask_by_hand(
+    client: httpx.AsyncClient, prefill: str, decode: str, question: Question, *, salt: str | None = None
+) -> tuple[Answer, ...]:
     """What a router does, in two calls: prefill on one engine, hand over, answer on the other."""
-    params = await prefill_only(client, prefill, question)
-    return await ask_with(client, decode, question, params)
+    params = await prefill_only(client, prefill, question, salt=salt)
+    return await ask_with(client, decode, question, params, salt=salt)
 
 
-async def prefill_only(client: httpx.AsyncClient, url: str, question: Question) -> dict[str, Any]:
+async def prefill_only(
+    client: httpx.AsyncClient, url: str, question: Question, *, salt: str | None = None
+) -> dict[str, Any]:
     """Compute the prompt and keep its cache for another engine; answers its `kv_transfer_params`."""
-    body = question.body() | {"max_tokens": 1, "min_tokens": 1, "kv_transfer_params": dict(PREFILL_PARAMS)}
+    body = question.body(salt) | {"max_tokens": 1, "min_tokens": 1, "kv_transfer_params": dict(PREFILL_PARAMS)}
     reply = await complete(client, url, body)
     params = reply["kv_transfer_params"]
     assert params, f"{url} offers nothing: {json.dumps(reply)[:400]}"
@@ -161,10 +171,10 @@ async def prefill_only(client: httpx.AsyncClient, url: str, question: Question) 
 
 
 async def ask_with(
-    client: httpx.AsyncClient, url: str, question: Question, params: Mapping[str, Any]
+    client: httpx.AsyncClient, url: str, question: Question, params: Mapping[str, Any], *, salt: str | None = None
 ) -> tuple[Answer, ...]:
     """The second call of a hand-over."""
-    return answers_of(await complete(client, url, question.body() | {"kv_transfer_params": dict(params)}))
+    return answers_of(await complete(client, url, question.body(salt) | {"kv_transfer_params": dict(params)}))
 
 
 async def complete(client: httpx.AsyncClient, url: str, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -78,6 +78,8 @@ ROLES: Mapping[str, Role] = {
     "X1": Role("other", 1, ("1",)),
     "C1": Role("tiny", 1, ("0",), extra_arguments=("--max-num-batched-tokens", str(TOKENS_PER_STEP))),
 }
+TWINS: Mapping[str, Role] = {"Q1": Role("tiny", 1, ("0",)), "E1": Role("tiny", 1, ("1",))}
+"""A second prefill and a second decode engine, like P1 and D1."""
 # Prompts are computed in several steps, so that windows move on before the end.
 _IN_STEPS = ("--max-num-batched-tokens", "128")
 _ALL_KEPT = ("--disable-hybrid-kv-cache-manager",)
@@ -139,6 +141,12 @@ class Fleet:
         """This engine is meant to be dead; it is started again when somebody asks for it."""
         self.engines.pop(name).program.kill()
 
+    def restart(self, name: str) -> None:
+        """Another run of an engine that has ended, at the same address."""
+        reborn = start_engine(self.guard, self.engines[name].reborn(), self.folder)
+        wait_ready([reborn], timeout_s=START_S)
+        self.engines[name] = reborn
+
     def hooks(self, name: str) -> Path:
         """Where this engine looks for faults."""
         folder = self.folder / f"hooks-{name}"
@@ -158,7 +166,7 @@ class Fleet:
         assert not gone, f"engines have ended (name: exit code): {gone}; logs in {self.folder}"
 
     def _config(self, name: str) -> EngineConfig:
-        role = {**ROLES, **GROUP_ROLES}[name]
+        role = {**ROLES, **TWINS, **GROUP_ROLES}[name]
         return EngineConfig(
             name=name,
             model=self.models[role.model],

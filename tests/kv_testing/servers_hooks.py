@@ -59,6 +59,18 @@ def corrupt_block(hooks: Path, block: int, plane: int, layer: int | None = None)
         order.unlink(missing_ok=True)
 
 
+@contextmanager
+def lost_messages(hooks: Path, share: float) -> Iterator[None]:
+    """While this lasts, the engine's ranks lose this share of what they say to peers."""
+    order, fresh = hooks / "lose.json", hooks / "lose.json.new"
+    fresh.write_text(json.dumps({"share": share}))
+    fresh.rename(order)
+    try:
+        yield
+    finally:
+        order.unlink(missing_ok=True)
+
+
 def open_things(engine: Engine) -> dict[str, float]:
     """Our gauges that are not 0."""
     metrics = engine.metrics()

@@ -6,18 +6,23 @@
     hold-writes    (any content)               hold the sender's writes that have passed all their checks, until the
                                                file is gone: a late writer
 
+    lose.json      {"share": 0.3}             lose this share of the control messages that the engine's ranks say
+
 Law: with an empty directory nothing differs from no directory at all.
 """
 
 import json
+import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kv_core.ids import SessionId
 from kv_core.spans import Span
-from kv_transfer.faults import NoFaults
+from kv_transfer.faults import ON_TIME, NoFaults
 from kv_transfer.plan.cache_state import CacheState
 from kv_transfer.plan.elements import ITEM_BYTES
+from kv_transfer.protocol.messages import Message
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +37,8 @@ class OrderedFaults(NoFaults):
         """`state` is our own; what is received is taken to be laid out in our own block order."""
         self._corrupt = directory / "corrupt.json"
         self._hold = directory / "hold-writes"
+        self._lose = directory / "lose.json"
+        self._dice = random.Random()
         self._state = state
 
     def after_verify(self, session: SessionId, chunk: "Chunk", received: "torch.Tensor") -> None:  # noqa: ARG002
@@ -55,6 +62,11 @@ class OrderedFaults(NoFaults):
             return False
         self._hold.with_name(f"held-{session}").touch()
         return True
+
+    def outgoing(self, message: Message) -> Sequence[float]:  # noqa: ARG002
+        if not self._lose.exists():
+            return ON_TIME
+        return () if self._dice.random() < json.loads(self._lose.read_text())["share"] else ON_TIME
 
 
 def _chunk_planes(received: "torch.Tensor", chunk: "Chunk", state: CacheState) -> "torch.Tensor":

@@ -16,7 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -42,7 +42,8 @@ _STAGES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """One vLLM server. `cores`: for each tensor rank the cores of its threads; cache and prompt sizes in tokens.
+    """One vLLM server. `cores`: for each tensor rank the cores of its threads; cache and prompt sizes in tokens; any
+    free port unless one is named.
 
     More than seven fields, because it stands for a command line.
     """
@@ -59,6 +60,7 @@ class EngineConfig:
     max_prompt_tokens: int = 1024
     extra_arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    port: int | None = None
 
 
 class Server(Protocol):
@@ -90,6 +92,10 @@ class Engine:
     def stage(self) -> str:
         log = self.program.log.read_text(errors="replace")
         return next((stage for sign, stage in _STAGES if sign in log), "importing")
+
+    def reborn(self) -> EngineConfig:
+        """What starts another run of it at the same address."""
+        return replace(self.config, port=int(self.url.rpartition(":")[2]))
 
     def metrics(self) -> dict[str, float]:
         """Every series of `/metrics`, summed over its labels."""
@@ -125,8 +131,8 @@ class StartUp:
 
 
 def start_engine(guard: ProcessGuard, config: EngineConfig, logs: Path) -> Engine:
-    """Start one vLLM server on a free port; its log is `logs/<name>.log`."""
-    port = free_port()
+    """Start one vLLM server; its log is `logs/<name>.log`."""
+    port = config.port or free_port()
     program = guard.start(
         engine_arguments(config, port), env=engine_environment(config), log=_fresh_log(logs, config.name)
     )
