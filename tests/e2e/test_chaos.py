@@ -44,7 +44,7 @@ def test_every_answer_is_right_or_an_error_and_nothing_stays(fleet, run, fresh_p
     dice = Random(int(os.environ.get("KVFERRY_SEED", "0")))
     lengths = [dice.randint(1, LONGEST_PROMPT) for _ in range(NUM_QUESTIONS)]
     known = [_known(fleet, run, Question((fresh_prompt(length),))) for length in lengths]
-    resident = [_play(fleet, run, router.url, known, dice, MINUTES * share, record_property) for share in (0.3, 0.7)]
+    resident = [_play(fleet, run, router.url, known, dice, MINUTES * share, record_property) for share in (0.4, 0.6)]
     for name, before in resident[0].items():
         grown = resident[1][name] - before
         record_property(f"resident_mib_{name}", f"{before:.0f} to {resident[1][name]:.0f}")

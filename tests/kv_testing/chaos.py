@@ -121,16 +121,24 @@ class Chaos:
         return "refused"
 
     async def _trouble(self, dice: Random) -> None:
+        """One after the other; an engine that was killed comes back meanwhile."""
+        births: dict[str, asyncio.Task[None]] = {}
         while time.monotonic() < self.ends_at:
             await asyncio.sleep(dice.uniform(*CALM_S))
-            kind = dice.choice(("kill", "stop", "stop", "lose", "lose"))
-            victim = dice.choice(MORTAL if kind == "kill" else (*PREFILLS, *DECODES))
+            up = [name for name in (*PREFILLS, *DECODES) if name not in births or births[name].done()]
+            kind, victim = dice.choice(("kill", "stop", "stop", "lose", "lose")), dice.choice(up)
+            if kind == "kill" and victim not in MORTAL:
+                continue
             self.log.troubles[f"{kind} {victim}"] += 1
-            await {"kill": self._kill, "stop": self._stop, "lose": self._lose}[kind](victim, dice)
+            if kind == "kill":
+                births[victim] = asyncio.create_task(self._kill(victim, dice.uniform(0.0, 3.0)))
+            else:
+                await {"stop": self._stop, "lose": self._lose}[kind](victim, dice)
+        await asyncio.gather(*births.values())
 
-    async def _kill(self, victim: str, dice: Random) -> None:
+    async def _kill(self, victim: str, dead_s: float) -> None:
         self.fleet.engines[victim].program.kill()
-        await asyncio.sleep(dice.uniform(0.0, 3.0))
+        await asyncio.sleep(dead_s)
         await asyncio.to_thread(self.fleet.restart, victim)
 
     async def _stop(self, victim: str, dice: Random) -> None:
