@@ -167,6 +167,51 @@ def test_a_job_in_steps_goes_on_when_what_it_has_queued_is_over(thread):
     assert (moved.value, seen) == (7, ["queued", 1])
 
 
+@pytest.mark.parametrize("fails", [None, ValueError("not what was sent")])
+def test_a_last_look_is_taken_when_the_copies_are_over_by_whoever_tells_the_end(monkeypatch, fails):
+    """The copy thread would look a minute later, and nothing more is waited for."""
+    monkeypatch.setattr("kv_transfer.mover.LOOK_S", 60)
+    thread, seen = Thread(), []
+
+    def look():
+        seen.append(thread.lanes.num_over[Lane.IN])
+        if fails is not None:
+            raise fails
+        return 7
+
+    def run():
+        thread.lanes.queue(Lane.IN)
+        return look
+
+    thread.mover.submit(run, None, lambda moved: thread.ends.put(("look", moved)))
+    wake = thread.lanes.wakes.get(timeout=WAIT_S)
+    assert seen == []
+    thread.lanes.let_on(Lane.IN)
+    wake(None)
+    _, moved = thread.next_end()
+    assert (moved.value, moved.error, seen) == (None if fails else 7, fails, [1])
+    wake(None)
+    assert thread.ends.empty(), "it was told twice"
+    assert thread.lanes.wakes.empty(), "the end of a copy was waited for twice"
+    assert thread.mover.close(WAIT_S)
+
+
+def test_a_look_of_a_job_that_is_lost_is_not_taken(thread):
+    taken = []
+
+    def run():
+        thread.lanes.queue(Lane.IN)
+        thread.begun.put("look")
+        return lambda: taken.append(1)
+
+    thread.mover.submit(run, None, lambda moved: thread.ends.put(("look", moved)))
+    thread.next_begun()
+    thread.lanes.lost = RuntimeError("the device is gone")
+    _, moved = thread.next_end()
+    assert str(moved.error) == "the device is gone"
+    assert not taken
+
+
 def test_a_gate_stays_entered_until_the_copies_are_over(thread):
     gate = Gate()
     thread.copy("a", gate=gate)

@@ -50,7 +50,7 @@ def _fetched(part: Tensor) -> Tensor:
     return pinned.copy_(part, non_blocking=True)
 
 
-def known(found: "int | Pending | None") -> Generator[None, None, int | None]:
+def known(found: int | Pending) -> Generator[None, None, int]:
     """A step of a job (see `mover`): the number, at once or when what is queued is over."""
     if not isinstance(found, Pending):
         return found

@@ -8,6 +8,7 @@ Law: no chunk has arrived that has not been verified, if there is a checksum; no
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import cast
 
 from torch import Tensor
@@ -22,7 +23,7 @@ from kv_transfer.faults import Faults, NoFaults
 from kv_transfer.formatter.base import Formatter
 from kv_transfer.formatter.conversion import Conversion, conversion_of
 from kv_transfer.formatter.select import formatter_for
-from kv_transfer.mover import Steps
+from kv_transfer.mover import Look, Run, Steps
 from kv_transfer.orders import BlockTables
 from kv_transfer.plan.cache_state import CacheState
 from kv_transfer.plan.plan import Chunk, Piece
@@ -56,10 +57,10 @@ class Copier:
         self._verifies_in_passing = self._is_tabled and type(faults) is NoFaults
         """Why not with faults: a test changes bytes between their verification and the scatter."""
 
-    def gather(self, chunk: Chunk, tables: BlockTables, staged: Tensor, *, checksum: bool) -> Callable[[], Steps]:
+    def gather(self, chunk: Chunk, tables: BlockTables, staged: Tensor, *, checksum: bool) -> Run:
         """A job that fills `staged`, uint8 [chunk.num_bytes], from our blocks, and answers its checksum if wanted."""
 
-        def run() -> Steps:
+        def run() -> int | Look | None:
             formatter, sums = formatter_for(self._state), list[Tensor]()
             with self._ranges.around("gather"):
                 for part, group, dense, at in self._parts(chunk, tables, staged):
@@ -69,7 +70,7 @@ class Copier:
                     else:
                         formatter.split(part, self._caches, self._blocks(tables, group, part), dense)
                 found = self._checksum(staged, sums) if checksum else None
-            return (yield from known(found))
+            return found.known if isinstance(found, Pending) else found
 
         return run
 
@@ -82,24 +83,28 @@ class Copier:
         staged: Tensor,
         checksum: int | None,
         is_wanted: Callable[[], bool],
-    ) -> Callable[[], Steps]:
+    ) -> Run:
         """A job that verifies `staged` and fills our blocks from it, unless nobody wants that any more."""
 
-        def run() -> Steps:
+        def run() -> Steps | Look | None:
             if not is_wanted():
                 return None
             conversion = conversion_of(theirs, self._state)
-            in_passing = checksum is not None and self._verifies_in_passing and conversion is None
-            if checksum is not None and not in_passing:
+            fill = partial(self._concat, chunk, tables, formatter_for(theirs), staged, conversion)
+            if checksum is not None and self._verifies_in_passing and conversion is None:
+                with self._ranges.around("scatter"):
+                    found = self._checksum(staged, fill(is_summed=True))
+                return partial(_verify, chunk, found, checksum)
+            return verified_first(fill)
+
+        def verified_first(fill: Callable[..., object]) -> Steps:
+            if checksum is not None:
                 _verify(chunk, (yield from known(self._summer.checksum(staged))), checksum)
                 if not is_wanted():
                     return None
             with self._ranges.around("scatter"):
                 self._faults.after_verify(session, chunk, staged)
-                sums = self._concat(chunk, tables, formatter_for(theirs), staged, conversion, is_summed=in_passing)
-                found = self._checksum(staged, sums) if in_passing else None
-            if checksum is not None and in_passing:
-                _verify(chunk, (yield from known(found)), checksum)
+                fill(is_summed=False)
             return None
 
         return run
@@ -175,6 +180,8 @@ def _sums(copies: Iterable[Copied]) -> list[Tensor]:
     return [copied.sums for copied in copies if copied.sums is not None]
 
 
-def _verify(chunk: Chunk, found: int | None, stated: int) -> None:
-    if found != stated:
-        raise CorruptBytes(f"checksums of chunk {chunk.seq} differ: ours={found}, theirs={stated}")
+def _verify(chunk: Chunk, found: int | Pending, stated: int) -> None:
+    """CorruptBytes if this is not the checksum that was stated; what is pending is known by now."""
+    ours = found.known() if isinstance(found, Pending) else found
+    if ours != stated:
+        raise CorruptBytes(f"checksums of chunk {chunk.seq} differ: ours={ours}, theirs={stated}")

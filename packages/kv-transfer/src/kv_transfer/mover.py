@@ -7,7 +7,8 @@ Law: jobs begin one at a time, in order of submission; whatever a job raises is 
      is over. Until then others begin: their copies overlap, and the thread waits for none of them on the device.
      Transfer spec 14 F1, F2, F4.
      Whoever sees the end of a job's copies first tells it: this thread, or the one that waits for its lane.
-     A job may be done in steps: it yields, and goes on when what it has queued so far is over.
+     A job may be done in steps: it yields, and goes on when what it has queued so far is over. If all that is left
+     then is to look at what was copied, it returns a Look: whoever tells the job's end takes it, without another turn.
      A job with a gate runs inside it, and leaves when its copies are over. When the thread fails every job ends badly,
      those that are queued and those that come later; those that run, once their copies are over.
 """
@@ -32,8 +33,10 @@ from kv_transfer.threads import leave_pinned_core
 logger = logging.getLogger(__name__)
 
 Post = Callable[[Callable[[], None]], None]
-Steps = Generator[None, None, int | None]
-Run = Callable[[], int | Steps | None]
+Look = Callable[[], int | None]
+"""What a job does last, when its copies are over, in whatever thread sees that: short, and it queues nothing."""
+Steps = Generator[None, None, int | Look | None]
+Run = Callable[[], int | Look | Steps | None]
 
 MAX_FLIGHTS: Final = 16
 """Jobs that have begun and are not over. More than chunks in flight keep a link busy; each keeps a table of its own."""
@@ -82,9 +85,20 @@ class _Flight:
     steps: Steps | None
     """What is left of it once `is_over`."""
     is_over: IsOver = field(default=_always)
-    value: int | None = None
+    value: int | Look | None = None
     error: Exception | None = None
     number: int = 0
+
+    def outcome(self) -> tuple[int | None, Exception | None]:
+        """What it has returned, or raised; its copies are over."""
+        if self.error is not None:
+            return None, self.error
+        if not callable(self.value):
+            return self.value, None
+        try:
+            return self.value(), None
+        except Exception as error:
+            return None, error
 
 
 class Mover:
@@ -264,9 +278,9 @@ class Mover:
             if flight not in self._flights:
                 return
             self._flights.remove(flight)
+        value, error = flight.outcome()
         self._leave(flight.job)
-        seconds = time.perf_counter() - flight.began_at
-        self._tell(flight.job, Moved(None if flight.error else flight.value, flight.error, seconds))
+        self._tell(flight.job, Moved(value, error, time.perf_counter() - flight.began_at))
 
     def _fail(self, failure: str) -> None:
         """Whoever waits for a copy is told that it will not be made, and that it runs no more."""
