@@ -42,10 +42,10 @@ def prefill(transfer_id: object = CHOSEN, name=P, **more):
     return FakeRequest(name, list(range(NUM_TOKENS)), params, **more)
 
 
-def step(scheduler, num_computed=None, num_scheduled=0, blocks=(), *, preempted=()):
+def step(scheduler, num_computed=None, num_scheduled=0, blocks=(), *, preempted=(), may_load=False):
     """One step of the engine, with its orders."""
     scheduled = [] if num_computed is None else [ScheduledRequest(P, num_computed, num_scheduled, blocks)]
-    scheduler.early.stepped(scheduled, preempted)
+    scheduler.early.stepped(scheduled, preempted, may_load=may_load)
     return scheduler.take_orders()
 
 
@@ -92,6 +92,64 @@ def test_what_was_there_before_the_first_step_is_told_after_it(scheduler):
     scheduler.early.announced(prefill())
     assert told(step(scheduler, 32, 16, ((5, 8),))) == [(0, ((),))]
     assert told(step(scheduler, 48, 22, ((2,),))) == [(48, ((5, 8, 2),))]
+
+
+AHEAD = TERMS._replace(num_in_flight=2)
+"""An engine that schedules a step before it knows how the one before has ended."""
+
+
+def test_a_prefix_that_another_connector_loads_in_a_step_is_told_when_the_outcome_of_it_is_known(door):
+    scheduler = make(door, early=AHEAD)
+    scheduler.early.announced(prefill())
+    step(scheduler, 32, 16, ((5, 8),), may_load=True)
+    assert told(step(scheduler, 48, 16)) == [], "scheduled before it is known whether block 5 was loaded"
+    assert told(step(scheduler, 64, 6, ((2,),))) == [(64, ((5, 8, 2),))]
+
+
+def test_a_prompt_without_a_prefix_does_not_wait_for_the_loads_of_others(door):
+    scheduler = make(door, early=AHEAD)
+    scheduler.early.announced(prefill())
+    step(scheduler, 0, 32, ((5,),), may_load=True)
+    assert told(step(scheduler, 32, 32, ((8,),), may_load=True)) == [(32, ((5, 8),))]
+
+
+def test_a_prefix_that_was_found_after_its_load_is_told_at_once(door):
+    scheduler = make(door, early=AHEAD)
+    for _ in range(2):
+        step(scheduler, may_load=True)
+    step(scheduler)
+    step(scheduler)
+    scheduler.early.announced(prefill())
+    step(scheduler, 32, 16, ((5, 8),))
+    assert told(step(scheduler, 48, 22, ((2,),))) == [(48, ((5, 8, 2),))]
+
+
+def test_a_prefix_is_found_while_it_is_loaded_for_somebody_else(door):
+    """Its blocks are in the engine's cache as soon as they are to be loaded."""
+    scheduler = make(door, early=AHEAD)
+    step(scheduler, may_load=True)
+    scheduler.early.announced(prefill())
+    step(scheduler, 32, 16, ((5, 8),))
+    scheduler.early.blocks_lost({5})
+    orders = step(scheduler, 48, 22, ((2,),))
+    assert told(orders) == []
+    assert [each.request_id for each in orders.abandoned] == [P]
+
+
+@pytest.mark.parametrize("terms", [TERMS, AHEAD])
+def test_blocks_that_another_connector_could_not_load_end_it(door, terms):
+    """Whoever shares them is not computed again from there: to the engine they are whoever's was first."""
+    scheduler, request = make(door, early=terms), prefill()
+    scheduler.early.announced(request)
+    step(scheduler, 32, 16, ((5, 8),), may_load=True)
+    scheduler.early.blocks_lost({7})
+    assert step(scheduler, 48, 1).abandoned == (), "nobody's"
+    scheduler.early.blocks_lost({5, 7})
+    orders = step(scheduler, 32, 16)
+    assert orders.abandoned == (AbandonOffer(P, "another connector could not load its blocks"),)
+    assert told(orders) == told(step(scheduler, 48, 22, ((2,),))) == [], "it is offered when it has finished"
+    assert scheduler.finished(request, ((5, 8, 2),), complete=True)[0]
+    assert [each.transfer_id for each in scheduler.take_orders().offers] == [CHOSEN]
 
 
 def test_a_step_without_the_request_tells_nothing_of_it(scheduler):

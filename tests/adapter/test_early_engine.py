@@ -5,12 +5,14 @@
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
-from kv_engine_adapter.early import EarlyOffers
-from kv_testing.early_engine import Broken, EarlyEngine
+from kv_engine_adapter.early import EarlyOffers, EarlyTerms
+from kv_testing.booked import EARLY_LEASE_S
+from kv_testing.early_engine import SIZE, Broken, EarlyEngine
 
 NUM_ENGINES, NUM_LONG = 150, 20_000
 SHARD = 10_000_000
@@ -23,30 +25,34 @@ def _quiet_log() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def play(seeds: range) -> int:
-    """How many tokens could be read, over all of them; the error names the seed."""
-    num_read = 0
+def play(seeds: range) -> Counter[str]:
+    """How many tokens could be read, and how many loads have failed, over all of them; the error names the seed."""
+    found: Counter[str] = Counter()
     for seed in seeds:
+        engine = EarlyEngine(seed)
         try:
-            num_read += EarlyEngine(seed).play()
+            found["read"] += engine.play()
         except Exception as error:
             raise Broken(f"seed {seed}: {type(error).__name__}: {error}") from error
-    return num_read
+        found["lost"] += engine.num_lost
+    return found
 
 
 def test_what_is_told_is_computed() -> None:
-    assert play(range(NUM_ENGINES)) > 100 * NUM_ENGINES, "else nothing is tried"
+    found = play(range(NUM_ENGINES))
+    assert found["read"] > 100 * NUM_ENGINES, "else nothing is tried"
+    assert found["lost"] > NUM_ENGINES / 4
 
 
 @pytest.mark.long
 def test_what_is_told_is_computed_long() -> None:
     first = SHARD * int(os.environ.get("KVFERRY_SEED", "0"))
-    assert play(range(first, first + NUM_LONG)) > 100 * NUM_LONG
+    assert play(range(first, first + NUM_LONG))["read"] > 100 * NUM_LONG
 
 
 def _without_preemptions(patch: pytest.MonkeyPatch) -> None:
     stepped = EarlyOffers.stepped
-    patch.setattr(EarlyOffers, "stepped", lambda self, scheduled, preempted: stepped(self, scheduled, ()))
+    patch.setattr(EarlyOffers, "stepped", lambda self, scheduled, gone, **more: stepped(self, scheduled, (), **more))
 
 
 def _without_aborts(patch: pytest.MonkeyPatch) -> None:
@@ -61,6 +67,10 @@ def _one_step_early(patch: pytest.MonkeyPatch) -> None:
         advance(self, each._replace(num_computed=early.computed_by_step), early)
 
     patch.setattr(EarlyOffers, "_advance", hurry)
+
+
+def _before_a_load_is_known_good(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(EarlyEngine, "_terms", lambda self: EarlyTerms(EARLY_LEASE_S, 1, SIZE, num_in_flight=0))
 
 
 def _with_any_id(patch: pytest.MonkeyPatch) -> None:
@@ -79,6 +89,7 @@ CONTROLS = [
     _without_preemptions,
     _without_aborts,
     _one_step_early,
+    _before_a_load_is_known_good,
     _with_any_id,
     _with_both_roles,
     _with_guessed_blocks,

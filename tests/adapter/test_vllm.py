@@ -183,3 +183,39 @@ def test_a_prompts_key_covers_all_that_decides_its_cache():
 )
 def test_prompts_that_no_key_can_name_are_not_offered(fields, why):
     assert why in key_of(**fields)
+
+
+def test_a_step_that_loads_is_told_apart_and_waited_for():
+    """By the names that vLLM gives to it; versions without them are taken to load in every step."""
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from kv_engine_adapter.vllm import compat
+
+    output = SchedulerOutput.make_empty()
+    assert not compat.may_load(output)
+    output.has_sync_kv_loads = True
+    assert compat.may_load(output)
+    assert compat.may_load(SimpleNamespace())
+    assert isinstance(VllmConfig.max_concurrent_batches, property)
+    assert compat.num_in_flight(SimpleNamespace(max_concurrent_batches=3)) == 3
+    assert compat.num_in_flight(SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2))) == 3
+
+
+def test_what_other_connectors_load_and_lose_is_heard_by_early_offers():
+    from unittest.mock import Mock
+
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+
+    from kv_engine_adapter.vllm.connector import FerryConnector
+
+    connector = object.__new__(FerryConnector)
+    connector._scheduler, connector._windows = Mock(), Mock()
+    early = connector._scheduler.early = Mock(__bool__=lambda self: False)
+    output = SchedulerOutput.make_empty()
+    for output.has_sync_kv_loads in (False, True):
+        connector.build_connector_meta(output)
+        early.stepped.assert_called_with((), (), may_load=output.has_sync_kv_loads)
+    connector.update_connector_output(KVConnectorOutput(invalid_block_ids={5, 8}))
+    early.blocks_lost.assert_called_once_with({5, 8})

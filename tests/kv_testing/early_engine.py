@@ -4,10 +4,11 @@ In:  a seed. Out: the number of tokens that could be read while they were comput
 Law: whatever an offer says is computed lies in its blocks, after every word to the workers and after every step, until
      the offer is over; nothing that a client or an engine may do raises; at the end nothing is left of anybody.
 
-What it does: chunks that end anywhere, prefixes that are there before the first step, preemption, resumption, aborts,
-tokens that are guessed and refused, requests that name both roles, transfer ids that come twice, names that come again,
-releases and leases that end at any time, one step that is scheduled before the one before it has run. The scheduler
-side, the worker side and the books of offers and leases are the real ones; a token is a label in a dictionary.
+What it does: chunks that end anywhere, prefixes that are there before the first step, prefixes that another connector
+loads during it and whose failure is known only with its outcome, preemption, resumption, aborts, tokens that are
+guessed and refused, requests that name both roles, transfer ids that come twice, names that come again, releases and
+leases that end at any time, one step that is scheduled before the one before it has run. The scheduler side, the worker
+side and the books of offers and leases are the real ones; a token is a label in a dictionary.
 """
 
 from collections import deque
@@ -30,6 +31,10 @@ SIZE = 4
 NUM_BLOCKS = 14
 IDS = [TransferId(digit * 32) for digit in "abc"]
 Label = tuple[object, int]
+WRONG: Label = ("wrong", -1)
+"""What could not be loaded, and whatever is computed from it."""
+Load = tuple[int, int]
+"""How many tokens a step is to load before it runs, and how many of them it can."""
 
 
 class Broken(AssertionError):
@@ -48,9 +53,23 @@ class Work:
     is_told: bool = False
     """Of its blocks, to the connector, in the step that it began or resumed with."""
 
+    load: Load | None = None
+    """What its first step loads, until the engine knows how that has ended."""
+
     @property
     def num_wanted(self) -> int:
         return self.view.num_prompt_tokens + self.num_answers - 1
+
+
+@dataclass(eq=False)
+class Run:
+    """What a step does for one request: it computes tokens [start, start + count), after a load."""
+
+    work: Work
+    start: int
+    count: int
+    blocks: list[int]
+    load: Load | None = None
 
 
 class EarlyEngine:
@@ -63,7 +82,7 @@ class EarlyEngine:
         identity = Identity(InstanceId("engine"), Incarnation("run"), 1, 1)
         self.scheduler = FerryScheduler(
             identity, self.door, lease_s=LEASE_S, patience_s=60.0, shares_prefixes=True, tokens_per_block=SIZE,
-            peers=KnownPeers.of(["10.0.0.0/24"]), early=EarlyTerms(EARLY_LEASE_S, 1, SIZE), clock=lambda: self.door.now,
+            peers=KnownPeers.of(["10.0.0.0/24"]), early=self._terms(), clock=lambda: self.door.now,
         )  # fmt: skip
         self.transceiver = BookedTransceiver()
         self.worker = FerryWorker(cast(Transceiver, cast(Any, self.transceiver)), lambda tables: tables, SIZE)
@@ -73,8 +92,13 @@ class EarlyEngine:
         self.running: list[Work] = []
         self.kept: dict[RequestId, list[int]] = {}
         self.preempted: set[RequestId] = set()
-        self.steps: deque[tuple[StepOrders, list[tuple[Work, int, int, list[int]]]]] = deque()
+        self.steps: deque[tuple[StepOrders, list[Run]]] = deque()
         self.num_read = 0
+        self.num_lost = 0
+        """Loads that have failed."""
+
+    def _terms(self) -> EarlyTerms:
+        return EarlyTerms(EARLY_LEASE_S, 1, SIZE, num_in_flight=1 + self.is_async)
 
     def play(self, num_steps: int = 40) -> int:
         for _ in range(num_steps):
@@ -127,7 +151,7 @@ class EarlyEngine:
 
     def _schedule(self) -> None:
         dice, scheduled = self.dice, list[ScheduledRequest]()
-        runs: list[tuple[Work, int, int, list[int]]] = []
+        runs: list[Run] = []
         for work in list(self.running):
             if work in self.running and dice.random() < 0.9:
                 self._schedule_one(work, scheduled, runs)
@@ -138,16 +162,19 @@ class EarlyEngine:
         # Preempted after it was scheduled: taken out of the step again.
         gone = self.preempted
         scheduled = [each for each in scheduled if each.request_id not in gone]
-        runs = [each for each in runs if each[0].view.request_id not in gone]
+        runs = [each for each in runs if each.work.view.request_id not in gone]
         self.preempted = set()
-        self.scheduler.early.stepped([each for each in scheduled if each.request_id in self.scheduler.early], gone)
+        early = self.scheduler.early
+        known = [each for each in scheduled if each.request_id in early]
+        early.stepped(known, gone, may_load=any(each.load for each in runs))
         self.steps.append((self.scheduler.take_orders(), runs))
-        for work, start, count, _ in runs:
-            work.num_computed = start + count
-        for work in [each for each, *_ in runs if each.num_computed >= each.num_wanted]:
-            if not self.is_async:
+        for each in runs:
+            each.work.num_computed = each.start + each.count
+        for work in [each.work for each in runs if each.work.num_computed >= each.work.num_wanted]:
+            if not self.is_async or work.load:
                 self._run_all()
-            self._finish(work, complete=True)
+            if work.num_computed >= work.num_wanted:
+                self._finish(work, complete=True)
 
     def _begin(self, work: Work) -> None:
         """Its first step, or its first after a preemption; perhaps a prefix is in the cache."""
@@ -156,15 +183,17 @@ class EarlyEngine:
         num_cached = SIZE * self.dice.randint(0, (work.view.num_prompt_tokens - 1) // SIZE)
         num_blocks = num_cached // SIZE
         if num_cached and self.dice.random() < 0.5 and len(self.free) > num_blocks:
-            self._run_all()
             work.blocks = [self._take() for _ in range(num_blocks)]
-            self._write(work.prompt, 0, num_cached, work.blocks)
             work.num_computed = num_cached
+            # Why not while a load runs: its outcome is not heard in the middle of a step that is put together.
+            if not any(each.load for _, runs in self.steps for each in runs) and self.dice.random() < 0.5:
+                self._run_all()
+                self._write(work.prompt, 0, num_cached, work.blocks)
+            else:
+                work.load = num_cached, SIZE * self.dice.choice((num_blocks, self.dice.randrange(num_blocks)))
         self._announce(work)
 
-    def _schedule_one(
-        self, work: Work, scheduled: list[ScheduledRequest], runs: list[tuple[Work, int, int, list[int]]]
-    ) -> None:
+    def _schedule_one(self, work: Work, scheduled: list[ScheduledRequest], runs: list[Run]) -> None:
         left = max(1, work.view.num_prompt_tokens - work.num_computed)
         count = self.dice.choice((left, left, 1, self.dice.randint(1, left)))
         guessed = SIZE * self.dice.choice((0, 0, 0, 1, 2)) if work.num_computed + count > len(work.view.tokens) else 0
@@ -178,10 +207,11 @@ class EarlyEngine:
             new.append(self._take())
         work.blocks += new
         told = new if work.is_told else work.blocks
+        load = None if work.is_told else work.load
         work.is_told = True
         start = work.num_computed
         scheduled.append(ScheduledRequest(work.view.request_id, start, count, (tuple(told),) if told else ()))
-        runs.append((work, start, count, list(work.blocks)))
+        runs.append(Run(work, start, count, list(work.blocks), load))
 
     def _preempt(self, besides: Work) -> bool:
         others = [each for each in self.running if each is not besides and each.blocks]
@@ -193,7 +223,7 @@ class EarlyEngine:
         self.running.remove(work)
         self.waiting.insert(0, work)
         self.free += work.blocks
-        work.blocks, work.num_computed, work.is_told = [], 0, False
+        work.blocks, work.num_computed, work.is_told, work.load = [], 0, False, None
         self.preempted.add(work.view.request_id)
 
     def _finish(self, work: Work, *, complete: bool) -> None:
@@ -225,18 +255,41 @@ class EarlyEngine:
         is_late = self.dice.random() < 0.5
         if not is_late:
             self.worker.run(orders)
-        for work, start, count, blocks in runs:
-            self._write(work.prompt, start, count, blocks)
+        for each in runs:
+            self._compute(each)
         if is_late:
             self.worker.run(orders)
         self._check("a step")
         for name in self.worker.poll().sent:
             self.free += self.kept.pop(RequestId(name))
             self.scheduler.sends_over([RequestId(name)])
+        for each in runs:
+            if each.load is not None and each.work.load is each.load:
+                self._loaded(each)
+
+    def _compute(self, run: Run) -> None:
+        prompt = run.work.prompt
+        if run.load is not None:
+            wanted, loaded = run.load
+            self._write(prompt, 0, loaded, run.blocks)
+            self._write(None, loaded, wanted - loaded, run.blocks)
+        is_sound = all(self.content.get((run.blocks[at // SIZE], at % SIZE)) == (prompt, at) for at in range(run.start))
+        self._write(prompt if is_sound else None, run.start, run.count, run.blocks)
+
+    def _loaded(self, run: Run) -> None:
+        """The engine hears how a load has ended: what was not loaded it computes again, and all that follows."""
+        assert run.load is not None
+        wanted, loaded = run.load
+        run.work.load = None
+        if loaded < wanted:
+            run.work.num_computed = loaded
+            self.scheduler.early.blocks_lost(set(run.blocks[loaded // SIZE : wanted // SIZE]))
+            self.num_lost += 1
 
     def _write(self, prompt: object, start: int, count: int, blocks: list[int]) -> None:
+        """`prompt` None: nothing of use."""
         for place in range(start, start + count):
-            self.content[blocks[place // SIZE], place % SIZE] = prompt, place
+            self.content[blocks[place // SIZE], place % SIZE] = WRONG if prompt is None else (prompt, place)
 
     def _check(self, after: str) -> None:
         for offer, tables, computed in self.transceiver.readable():

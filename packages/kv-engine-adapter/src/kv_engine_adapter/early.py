@@ -4,8 +4,10 @@ In:  prefill requests as they come; what each engine step computes; preemptions,
 Out: orders for the workers: so many tokens are computed and lie here; or, the blocks were taken back. Offers at the
      door.
 Law: what a step computes is told with the orders of a later one, when it has run; of what was there before the first
-     nothing is told until then, since another connector may still be loading it. A prompt that was preempted, or whose
-     progress went back, is given up at once, and offered again only when its request has finished.
+     nothing is told until then. Another connector may load such a prefix while the step runs, and say only with the
+     step's outcome that it failed: nothing is told before that outcome is known. A prompt that was preempted, whose
+     progress went back, or whose blocks turn out to be invalid is given up at once, and offered again only when its
+     request has finished.
 
                  announced: opened -> (step: advanced ...) -> completed
                                    |  preempted, aborted
@@ -15,6 +17,7 @@ Law: what a step computes is told with the orders of a later one, when it has ru
 import logging
 from collections.abc import Collection, Container
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from kv_core.ids import RequestId, TransferId
@@ -39,6 +42,8 @@ class _Early:
     """Tokens computed once the last step that we heard of has run."""
     told: int = 0
     """Tokens that the workers were told of."""
+    proven_at: int | None = None
+    """From which step on it is known whether the prefix that it began with was loaded; None before it has begun."""
     is_given_up: bool = False
     is_settled: bool = False
 
@@ -49,6 +54,8 @@ class EarlyTerms(NamedTuple):
     lease_s: float
     num_groups: int
     tokens_per_block: int
+    num_in_flight: int = 1
+    """Steps that an engine may have begun, and not heard of the end of, once it has begun another."""
 
 
 class EarlyOffers:
@@ -64,6 +71,9 @@ class EarlyOffers:
         """Given up for good, and not settled yet."""
         self._growing: list[GrowOffer] = []
         self._abandoned: list[AbandonOffer] = []
+        self._step = 0
+        self._loads_proven_at = 0
+        """The first step that is begun when the outcome of all loads of other connectors so far is known."""
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._early
@@ -100,8 +110,16 @@ class EarlyOffers:
         is_told = any(name == each.request_id for each in self._abandoned)
         return is_told or name in self._offered or name in self._ended
 
-    def stepped(self, scheduled: Collection[ScheduledRequest], preempted: Collection[str]) -> None:
-        """A step will compute this; every step before it has run, or will have when its orders are heard."""
+    def stepped(
+        self, scheduled: Collection[ScheduledRequest], preempted: Collection[str], *, may_load: bool = False
+    ) -> None:
+        """A step will compute this; every step before it has run, or will have when its orders are heard.
+
+        `may_load`: in this step another connector may load what a request begins with.
+        """
+        self._step += 1
+        if may_load and self._terms is not None:
+            self._loads_proven_at = self._step + self._terms.num_in_flight
         for request_id in preempted:
             self._give_up(RequestId(request_id), "preempted")
         for each in scheduled:
@@ -109,14 +127,23 @@ class EarlyOffers:
             if early is not None and not early.is_given_up:
                 self._advance(each, early)
 
+    def blocks_lost(self, blocks: Collection[int]) -> None:
+        """A step has ended in which these could not be loaded: the engine computes them again, and what follows."""
+        for request_id, early in self._early.items() if blocks else ():
+            if not set(blocks).isdisjoint(chain(*early.tables)):
+                self._give_up(request_id, "another connector could not load its blocks")
+
     def _advance(self, each: ScheduledRequest, early: _Early) -> None:
         for table, new in zip(early.tables, each.blocks, strict=True) if each.blocks else ():
             table.extend(new)
+        if early.proven_at is None:
+            # What is computed here from its first token on depends on nobody's load; a prefix may be anybody's.
+            early.proven_at = self._loads_proven_at if each.num_computed else 0
         computed = min(early.computed_by_step, each.num_computed, early.num_tokens)
         early.computed_by_step = each.num_computed + each.num_scheduled
         if computed < early.told:
             self._give_up(each.request_id, f"computed again: told={early.told}, computed now={computed}")
-        elif computed > early.told:
+        elif computed > early.told and self._step >= early.proven_at:
             early.told = computed
             self._tell(each.request_id, early)
 

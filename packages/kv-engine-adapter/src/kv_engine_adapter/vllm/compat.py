@@ -9,6 +9,8 @@ __all__ = [
     "REPORTS_FAILED_REQUESTS",
     "TELLS_PREEMPTED",
     "TransferResults",
+    "may_load",
+    "num_in_flight",
     "peer_hit_source",
     "preempted",
     "vllm_version",
@@ -17,9 +19,13 @@ __all__ = [
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
 from vllm.v1.core.sched.output import SchedulerOutput
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults as TransferResults
@@ -62,6 +68,18 @@ def preempted(output: object) -> Collection[str]:
     """The requests whose blocks were taken back since the step before."""
     found: Collection[str] | None = getattr(output, "preempted_req_ids", None)
     return found or ()
+
+
+def may_load(output: object) -> bool:
+    """Whether a connector may load what a request of this step begins with while the step runs."""
+    return bool(getattr(output, "has_sync_kv_loads", True))
+
+
+def num_in_flight(config: "VllmConfig") -> int:
+    """Most steps that are begun before the outcome of the first of them is known."""
+    most: int | None = getattr(config, "max_concurrent_batches", None)
+    # Before that name: one for each stage, and one that is scheduled ahead.
+    return most or config.parallel_config.pipeline_parallel_size + 1
 
 
 def vllm_version() -> str:

@@ -116,14 +116,16 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         preempted = compat.preempted(scheduler_output)
         self._windows.keep(preempted)
-        if early := self._scheduling.early:
-            early.stepped(scheduled_requests(scheduler_output, early), preempted)
+        early = self._scheduling.early
+        scheduled = scheduled_requests(scheduler_output, early) if early else ()
+        early.stepped(scheduled, preempted, may_load=compat.may_load(scheduler_output))
         return FerryMetadata(self._scheduling.take_orders())
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         failed = getattr(connector_output, "failed_recving", None) or ()
         failed_blocks = connector_output.invalid_block_ids or ()
         self._scheduling.loads_over(connector_output.finished_recving or (), failed, failed_blocks)
+        self._scheduling.early.blocks_lost(failed_blocks)
         self._scheduling.sends_over(connector_output.finished_sending or ())
         for request_id in connector_output.finished_sending or ():
             self._windows.forget(request_id)

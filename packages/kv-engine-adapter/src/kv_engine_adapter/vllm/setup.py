@@ -80,7 +80,8 @@ class SchedulerSetup:
         """None where blocks may not be read while they are computed, since nobody is told when they are taken back."""
         if not compat.TELLS_PREEMPTED or any(self.model.windows):
             return None
-        return EarlyTerms(settings.max_lease_s, len(self.model.windows), self.model.block_size)
+        num_in_flight = compat.num_in_flight(self._config)
+        return EarlyTerms(settings.max_lease_s, len(self.model.windows), self.model.block_size, num_in_flight)
 
 
 class WorkerSetup:
