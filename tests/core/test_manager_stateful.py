@@ -122,6 +122,14 @@ class Duels(RuleBasedStateMachine):
     def lose(self, numbers):
         self.duel.lose(numbers)
 
+    @rule(
+        prompt=PROMPTS,
+        scope=st.none() | st.sampled_from(SCOPES),
+        extra_ids=st.none() | st.lists(st.sampled_from((0, 7)), min_size=40, max_size=40),
+    )
+    def ask(self, prompt, scope, extra_ids):
+        self.duel.ask(prompt, scope=scope, extra_ids=extra_ids)
+
     @rule(numbers=st.lists(NUMBERS, max_size=4))
     def dry_run(self, numbers):
         self.duel.dry_run(numbers)
@@ -155,8 +163,8 @@ def test_drawn_operations():
 
 @pytest.mark.parametrize("world", range(len(WORLDS)))
 def test_random_operations(world):
-    """With the one above, 50,000 steps."""
-    for seed in range(28):
+    """51,200 steps over all worlds."""
+    for seed in range(32):
         play(world, seed, 100)
 
 

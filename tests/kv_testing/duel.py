@@ -17,6 +17,7 @@ from kv_core.request import Request
 from kv_core.spans import Span
 from kv_core.tiers import Place, Tier
 from kv_testing.naive_manager import NaiveManager
+from kv_testing.packing import decoded, decoded_items, packed_tokens
 
 
 class Duel:
@@ -212,6 +213,22 @@ class Duel:
         for name in victims:
             del self.beams[name]
 
+    def ask(self, tokens, *, scope=None, extra_ids=None):
+        """What is there of a prompt, and up to where it would have to be computed."""
+        tokens = tokens[: self.world.max_length]
+        extra_ids = extra_ids[: len(tokens)] if extra_ids else None
+        request = Request("asked", tokens, scope or Scope(), extra_ids=extra_ids)
+        for at, window in enumerate(self.world.windows):
+            found = self.real.lookup(request, window.window)
+            assert (found.num_tokens, found.block_ids) == self.naive.lookup(request, at)
+        missing = self.real.missing_prefix(request)
+        assert (None if missing is None else missing.num_tokens) == self.naive.num_missing(request)
+        if missing is not None:
+            told = packed_tokens(tokens[: missing.num_tokens], extra_ids)
+            assert missing.content == told
+            items = [item for item in request.scope.extras if item[1] < missing.num_tokens]
+            assert list(missing.scope.extras) == items
+
     def pick(self, number):
         names = list(self.beams)
         return names[number % len(names)] if names else None
@@ -312,7 +329,7 @@ class Duel:
             return
         items = encoded_items(stored.scope, self.world.tokens_per_block)
         for block in stored.blocks:
-            content = unqualified(block.tokens) if block.extra_ids is None else qualified(block.tokens, block.extra_ids)
+            content = packed_tokens(block.tokens, block.extra_ids)
             size = self.world.tokens_per_block * (4 if block.extra_ids is None else 16)
             span = Span(ordinal, ordinal + 1)
             [parent] = chain_keys(parent, content, size, span, items, plain=block.extra_ids is None)
@@ -331,32 +348,3 @@ class Duel:
         for window in self.world.windows:
             for tier, amount in zip(Tier, window.num_blocks, strict=True):
                 assert self.real.num_free(window.window, tier) == amount
-
-
-def decoded(content, width):
-    if width == 4:
-        return [(int.from_bytes(content[at : at + 4], "little"), 0) for at in range(0, len(content), 4)]
-    return [
-        (int.from_bytes(content[at : at + 8], "little"), int.from_bytes(content[at + 8 : at + 16], "little"))
-        for at in range(0, len(content), 16)
-    ]
-
-
-def unqualified(tokens):
-    return b"".join((token & 0xFFFFFFFF).to_bytes(4, "little") for token in tokens)
-
-
-def qualified(tokens, extra_ids):
-    pairs = zip(tokens, extra_ids, strict=True)
-    return b"".join((token & 0xFFFFFFFF).to_bytes(8, "little") + extra.to_bytes(8, "little") for token, extra in pairs)
-
-
-def decoded_items(items):
-    found = []
-    at = 8
-    while at < len(items):
-        offset = int.from_bytes(items[at : at + 8], "little")
-        size = int.from_bytes(items[at + 8 : at + 16], "little")
-        found.append((offset, items[at + 16 : at + 16 + size]))
-        at += 16 + size
-    return tuple(found)

@@ -53,18 +53,9 @@ class NaiveAdmitting(NaiveState):
     def decide(self, sequence):
         """The longest length that all windows can serve, and what each would do."""
         limit = 0 if sequence.tokens is None else sequence.num_tokens - 1
-        pairs = list(zip(self.windows, sequence.tables, strict=True))
-        found: list[Any] = [window.match(sequence, table, limit) for window, table in pairs]
+        found = self.found(sequence, limit)
         while True:
-            length = limit
-            while True:
-                shorter = min(
-                    window.longest(path, source, length)
-                    for window, (path, source) in zip(self.windows, found, strict=True)
-                )
-                if shorter == length:
-                    break
-                length = shorter
+            length = self.agreed(found, limit)
             plans = [
                 self.plan(window, sequence, match, length) for window, match in zip(self.windows, found, strict=True)
             ]
@@ -72,6 +63,20 @@ class NaiveAdmitting(NaiveState):
             if not inside or all(plan["needed"] <= plan["available"] for plan in plans):
                 return length, plans
             limit = length - inside
+
+    def found(self, sequence, limit) -> list[Any]:
+        pairs = zip(self.windows, sequence.tables, strict=True)
+        return [window.match(sequence, table, limit) for window, table in pairs]
+
+    def agreed(self, found, length):
+        """The longest length of at most so many tokens that all windows can serve."""
+        while True:
+            shorter = min(
+                window.longest(path, source, length) for window, (path, source) in zip(self.windows, found, strict=True)
+            )
+            if shorter == length:
+                return length
+            length = shorter
 
     def admit(self, sequence, length, plans):
         if any(plan["needed"] > plan["available"] for plan in plans):

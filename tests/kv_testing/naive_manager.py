@@ -189,6 +189,21 @@ class NaiveManager(NaiveAdmitting, NaiveGrowing):
         table = self.sequences[request_id].tables[window_at]
         return [None] * table.start + [entry.blocks[beam].block_id for entry in table.entries]
 
+    def lookup(self, request, at):
+        """Cached tokens of a prompt in one window, and the ids of their blocks."""
+        sequence = self.begin(request, 1)
+        return (0, ()) if sequence.tokens is None else self.windows[at].lookup(sequence, sequence.tables[at])
+
+    def num_missing(self, request):
+        """The length up to the first full block that some window does not have; None if there is none."""
+        sequence = self.begin(request, 1)
+        T = self.config.tokens_per_block
+        whole = request.length // T * T
+        if sequence.tokens is None:
+            return None
+        stop = self.agreed(self.found(sequence, whole), whole) // T * T + T
+        return None if stop > whole else stop
+
     def tree(self, window_at):
         """Every cached block: its path of keys, id, tier, priority and whether it is held."""
         found = {}

@@ -5,13 +5,13 @@ Out: blocks taken, held, moved and given up.
 Law: see `naive_manager`. Nothing is remembered that can be looked up: every question walks over all blocks.
 """
 
-import struct
 from dataclasses import dataclass, field
 from itertools import count
 
 from kv_core.config import ManagerConfig
 from kv_core.retention import DEFAULT_PRIORITY, MIN_PRIORITY
 from kv_core.spans import ceil_div
+from kv_testing.packing import packed
 
 REACH = 16
 TRANSIT = -1
@@ -257,18 +257,32 @@ class NaiveWindow:
 
     def match(self, sequence, table, num_tokens):
         """The path of whole blocks, and the block that serves the next one in part."""
-        path = [table.root]
         if not num_tokens:
-            return path, None
+            return [table.root], None
+        path = self.path(sequence, table, num_tokens)
+        can_serve = self.config.copy_on_partial or len(path) - 1 < self.num_shared(sequence)
+        partial = self.config.partial_reuse and can_serve
+        source = self.source(sequence, path[-1], len(path) - 1, num_tokens) if partial else None
+        return path, source
+
+    def path(self, sequence, table, num_tokens):
+        """The root and the nodes of leading whole blocks."""
+        path = [table.root]
         for ordinal in range(num_tokens // self.T):
             child = path[-1].children.get(self.cut(sequence, ordinal, num_tokens))
             if child is None:
                 break
             path.append(child)
-        can_serve = self.config.copy_on_partial or len(path) - 1 < self.num_shared(sequence)
-        partial = self.config.partial_reuse and can_serve
-        source = self.source(sequence, path[-1], len(path) - 1, num_tokens) if partial else None
-        return path, source
+        return path
+
+    def lookup(self, sequence, table):
+        """How many tokens are there, and the ids of their blocks."""
+        num_tokens = sequence.num_tokens
+        path = self.path(sequence, table, num_tokens)
+        source = self.source(sequence, path[-1], len(path) - 1, num_tokens, to_read=True)
+        nodes = path[1:] + ([] if source is None else [source[0]])
+        ids = tuple(None if node.block is None else node.block.block_id for node in nodes)
+        return (len(path) - 1) * self.T + (0 if source is None else source[1]), ids
 
     def num_shared(self, sequence):
         """Leading blocks that all beams share."""
@@ -277,7 +291,7 @@ class NaiveWindow:
             return num_blocks
         return num_blocks if sequence.num_tokens % self.T == 0 and not self.config.reuse else num_blocks - 1
 
-    def source(self, sequence, parent, ordinal, num_tokens):
+    def source(self, sequence, parent, ordinal, num_tokens, *, to_read=False):
         tokens, items = self.cut(sequence, ordinal, num_tokens)
         if not tokens:
             return None
@@ -294,7 +308,7 @@ class NaiveWindow:
                 common += 1
             if items != child.items:
                 common = min([common, *(found[0][0] for found in (items, child.items) if found)])
-            if child.block is None or not common or not self.may_serve(child):
+            if child.block is None or not common or not (to_read or self.may_serve(child)):
                 continue
             rank = common, -child.block.tier, child.used, -child.block.block_id
             if best is None or rank > best[0]:
@@ -323,16 +337,3 @@ class NaiveWindow:
                 return length
             length = missing[-1] * self.T
         return 0
-
-
-def packed(tokens, items, width):
-    """The order of bytes in which the real manager keeps siblings."""
-    if width is None:
-        found = b"".join(struct.pack("<I", token) for token, _ in tokens)
-    else:
-        found = b"".join(struct.pack("<QQ", token, extra) for token, extra in tokens)
-    if items:
-        found += struct.pack("<Q", len(items))
-        for offset, digest in items:
-            found += struct.pack("<QQ", offset, len(digest)) + digest
-    return found

@@ -39,6 +39,7 @@ class Player:
             (1, lambda: self.duel.set_priority(self.random.randrange(24), self.random.choice((5, 35, 80)))),
             (1, lambda: self.duel.move(self.random.randrange(24), up=self.random.random() < 0.5)),
             (1, self.twins),
+            (4, lambda: self.duel.ask(self.prompt(), scope=self.random.choice((None, None, None, *SCOPES)))),
             (1, lambda: self.duel.lose([self.random.randrange(96) for _ in range(self.random.choice((1, 1, 3)))])),
         )
         [move] = self.random.choices([move for _, move in moves], [weight for weight, _ in moves])
