@@ -106,11 +106,11 @@ def test_history_is_bounded_and_each_report_is_told_once() -> None:
 
 def test_sums_are_of_legs_and_failures_are_not_timed() -> None:
     tally = Tally()
-    before = tally.totals
+    before = tally.snapshot()
     tally.add(report(leg(num_bytes=5), leg(path=Path.DIRECT, num_bytes=7)))
     tally.add(report(leg(num_bytes=1), ok=False, reason="aborted"))
     tally.add(report(ok=True))
-    totals = tally.totals
+    totals = tally.snapshot()
     assert totals.transfers == {
         ("load", "staged", "ok"): 1,
         ("load", "staged", "failed"): 1,
@@ -130,5 +130,5 @@ def test_a_bound_belongs_to_its_bucket() -> None:
     tally = Tally()
     for seconds in (BOUNDS_S[3], BOUNDS_S[-1] + 1):
         tally.add(report(stages=Stages(wire=seconds)))
-    counts = tally.totals.seconds[Direction.LOAD, "wire"].counts
+    counts = tally.snapshot().seconds[Direction.LOAD, "wire"].counts
     assert (counts[3], counts[-1]) == (1, 1)

@@ -9,6 +9,7 @@ Law: of one thread, and a function of the dice alone. A stopped process runs not
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from random import Random
 
@@ -103,21 +104,22 @@ class Process:
     _wakes_at: float = float("inf")
 
     def __post_init__(self) -> None:
-        self.timers = Timers(lambda: self.clockwork.now)
+        clockwork = self.clockwork
+        self.timers = Timers(lambda: clockwork.now)
 
     def do(self, run: Run) -> None:
         """Run this in the thread, now or when it goes on; then its timers and its turn."""
         if not self.is_alive:
             return
         if self.is_stopped:
-            self.on_resume.append(lambda: self.do(run))
+            self.on_resume.append(partial(self.do, run))
             return
         run()
         self._turn()
 
     def deliver(self, source: Route | Link, packet: bytes, *, limit: int = codec.MAX_MESSAGE_BYTES) -> None:
         """A packet is here; as `Reactor` would have it."""
-        self.do(lambda: self._take(source, packet, limit))
+        self.do(partial(self._take, source, packet, limit))
 
     def stop(self) -> None:
         self.is_stopped = True
@@ -128,7 +130,7 @@ class Process:
         waiting, self.on_resume = self.on_resume, []
         for run in waiting:
             run()
-        self.do(lambda: None)
+        self.do(_nothing)
 
     def die(self) -> None:
         if self.is_alive:
@@ -159,15 +161,20 @@ class Process:
         delay = self.timers.next_delay()
         if delay is None:
             return
-        at = self.clockwork.now + max(delay, NEXT_S)
-        if at < self._wakes_at or self._wakes_at <= self.clockwork.now:
+        now = self.clockwork.now
+        at = now + max(delay, NEXT_S)
+        if at < self._wakes_at or self._wakes_at <= now:
             self._wakes_at = at
-            self.clockwork.after(at - self.clockwork.now, lambda: self._wake(at))
+            self.clockwork.after(at - now, partial(self._wake, at))
 
     def _wake(self, at: float) -> None:
         if at == self._wakes_at:
             self._wakes_at = float("inf")
-            self.do(lambda: None)
+            self.do(_nothing)
+
+
+def _nothing() -> None:
+    """A turn is all that is wanted."""
 
 
 def is_same_message(packet: bytes, wanted: Message) -> bool | None:

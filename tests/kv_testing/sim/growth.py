@@ -12,8 +12,8 @@ from random import Random
 
 from kv_core.ids import Rank, RequestId, TransferId
 from kv_core.spans import Span, ceil_div
-from kv_testing.sim.blocks import NUM_TOKENS
 from kv_testing.sim.instances import Instance, SimRank
+from kv_testing.sim.places import NUM_TOKENS
 from kv_transfer.growth import GrowingBook
 from kv_transfer.orders import BlockTables, Offer, Tables
 
@@ -59,7 +59,7 @@ class RankGrowth:
 
     def _tables(self, num_computed: int) -> Tables:
         num_blocks = ceil_div(num_computed, self._size)
-        own = sum(block < num_blocks for block in self._rank.copier.own_blocks)
+        own = sum(block < num_blocks for block in self._rank.copier.places.own_blocks)
         return tuple(table[:own] for table in self._full.by_group)
 
 

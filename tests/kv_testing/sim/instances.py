@@ -10,13 +10,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 from kv_core.ids import Incarnation, InstanceId, Rank, RequestId, SessionId, TransferId
-from kv_testing.sim.blocks import (
-    SimCopier,
-    SimCopies,
-    SimDirect,
-)
+from kv_testing.sim.blocks import SimCopier, SimCopies, SimDirect
 from kv_testing.sim.clockwork import Process
 from kv_testing.sim.network import Network, SimAgent, SimWire
+from kv_testing.sim.places import places_of
 from kv_transfer.config import TransferConfig
 from kv_transfer.core import Core
 from kv_transfer.health import Health
@@ -69,6 +66,7 @@ class Instance:
         self.network = network
         self.name = name
         self.state = state
+        self.places = places_of(state)
         self.config = config
         self.is_mappable = is_mappable
         self.on_sent: Callable[[Instance, int, RequestId], None] = lambda *_: None
@@ -178,7 +176,7 @@ class Instance:
         agent.register(receive.region)
         host, port = process.address
         card = RankCard(rank=number, host=host, port=port, state=self.state, max_chunk_bytes=config.chunk_bytes)
-        copier, name = SimCopier(self.state, number), f"{self.incarnation}/{number}".encode()
+        copier, name = SimCopier(self.places[number]), f"{self.incarnation}/{number}".encode()
         network.mappable[name] = process, copier
         room = Room(
             config=config,

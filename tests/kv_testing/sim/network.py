@@ -9,6 +9,7 @@ Law: bytes land only in a region that its owner has leased to the very chunk tha
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from random import Random
 from typing import Any
@@ -77,7 +78,7 @@ class Network:
             delay_s = 0.001 + 0.003 * dice.random()
             if clockwork.hits(weather.delay):
                 delay_s += weather.delay_s * dice.random()
-            clockwork.after(delay_s, lambda sent=sent: arrive(sent))  # type: ignore[misc]
+            clockwork.after(delay_s, partial(arrive, sent))
 
 
 class SimWire:
@@ -164,7 +165,7 @@ class SimAgent:
         self.pulse = Pulse("agent's thread")
         self.fails_from = float("inf")
         """Its thread ends in the first post from then on."""
-        self.ill = Random()
+        self.ill: Random | None = None
         self.send_arena: Arena | None = None
         self.writing: ChunkName | None = None
         self._network = network
@@ -247,6 +248,7 @@ class SimAgent:
         clockwork = self._network.clockwork
         write.is_posted = True
         if self.fails_from <= clockwork.now < clockwork.weather.calm_at:
+            assert self.ill is not None
             self.fail(self.ill)
         delay_s = 0.002 * clockwork.dice.random()
         if clockwork.hits(clockwork.weather.write_late):

@@ -160,9 +160,7 @@ class Core:
             "threads_troubled": self._room.health.num_troubled,
         }
         history = self._room.history
-        return Status(
-            gauges, self._room.counters.snapshot(), self._room.health.trouble, history.recent, history.tally.totals
-        )
+        return Status(gauges, self._room.counters.snapshot(), self._room.health.trouble, history.recent, history.totals)
 
     def publish_last(self) -> None:
         """As of now, and for good."""

@@ -38,16 +38,20 @@ class Health:
     def look(self) -> str:
         """See how they are now, and say what has changed."""
         found = [trouble for watcher in self._watchers if (trouble := watcher.trouble())]
+        if found or self.trouble:
+            self._tell(found)
+        return self.trouble
+
+    def _tell(self, found: list[str]) -> None:
         before, self.trouble, self.num_troubled = self.trouble, "; ".join(found), len(found)
         if self.trouble and self.trouble != before:
             logger.error("nothing new is begun: %s", self.trouble)
-        elif before and not self.trouble:
+        elif not self.trouble:
             logger.warning("all is well again, after: %s", before)
         if not self._has_failed and any(pulse.failure for pulse in self._pulses):
             self._has_failed = True
             # Not at once: whoever looks is about to decide on a session that this may end.
             self._timers.after(0.0, partial(self._on_failed, self.trouble))
-        return self.trouble
 
     def _tick(self) -> None:
         # Armed first: whatever goes wrong below, the next look comes.

@@ -181,7 +181,9 @@ class Peers:
         # Armed first: whatever goes wrong below, the next round comes.
         self._room.timers.after(self._room.config.peer_timeout_s / 2, self._watch)
         config, now = self._room.config, self._room.timers.clock()
-        for peer in list(self._peers.values()):
+        # Why the least: whoever was heard of since then needs nothing, wanted or not.
+        silent_s = min(config.peer_timeout_s / 2, config.peer_idle_s)
+        for peer in [each for each in self._peers.values() if now - each.heard_at > silent_s]:
             silence = now - peer.heard_at
             if any(listener.wants(peer) for listener in self._listeners):
                 if silence > config.peer_timeout_s / 2:

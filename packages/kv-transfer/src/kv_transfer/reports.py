@@ -114,6 +114,9 @@ class TransferReport:
     legs: tuple[Leg, ...]
     stages: Stages
 
+    def __str__(self) -> str:
+        return line_of(self)
+
     @property
     def path(self) -> Path:
         """Staged if any of it was."""

@@ -7,7 +7,7 @@ Law: a peer is never a label. Sums only grow; what failed is counted, with the b
 """
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -38,13 +38,8 @@ class End(NamedTuple):
 class Histogram:
     """How many took at most each of BOUNDS_S (not summed up), the last of all more; and their sum."""
 
-    counts: tuple[int, ...] = (0,) * (len(BOUNDS_S) + 1)
-    sum_s: float = 0.0
-
-    def with_one(self, seconds: float) -> "Histogram":
-        counts = list(self.counts)
-        counts[bisect_left(BOUNDS_S, seconds)] += 1
-        return Histogram(tuple(counts), self.sum_s + seconds)
+    counts: tuple[int, ...]
+    sum_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +56,18 @@ class Totals:
 NOTHING: Final = Totals()
 
 
+@dataclass(slots=True)
+class _Times:
+    """A histogram that grows."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))
+    sum_s: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
+        self.sum_s += seconds
+
+
 class Tally:
     """The sums; of one thread."""
 
@@ -69,9 +76,7 @@ class Tally:
         self._num_bytes: Counter[Way] = Counter()
         self._chunks: Counter[Way] = Counter()
         self._pieces: Counter[Way] = Counter()
-        self._seconds: dict[tuple[Direction, str], Histogram] = {}
-        self.totals = NOTHING
-        """May be read by any thread."""
+        self._seconds: defaultdict[tuple[Direction, str], _Times] = defaultdict(_Times)
 
     def add(self, report: TransferReport) -> None:
         """One more transfer."""
@@ -83,8 +88,9 @@ class Tally:
             self._pieces[way] += leg.num_pieces
         if report.ok:
             for stage, seconds in (*report.stages._asdict().items(), ("total", report.stages.total)):
-                key = report.direction, stage
-                self._seconds[key] = self._seconds.get(key, Histogram()).with_one(seconds)
-        self.totals = Totals(
-            dict(self._transfers), dict(self._num_bytes), dict(self._chunks), dict(self._pieces), dict(self._seconds)
-        )
+                self._seconds[report.direction, stage].add(seconds)
+
+    def snapshot(self) -> Totals:
+        """The sums so far."""
+        seconds = {key: Histogram(tuple(times.counts), times.sum_s) for key, times in self._seconds.items()}
+        return Totals(dict(self._transfers), dict(self._num_bytes), dict(self._chunks), dict(self._pieces), seconds)

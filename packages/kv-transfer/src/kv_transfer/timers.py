@@ -62,16 +62,16 @@ class Timers:
 
     def next_delay(self) -> float | None:
         """Seconds until the next timer is due, at least 0; None if there is none."""
-        while self._heap and not self._heap[0][2].is_live:
-            heapq.heappop(self._heap)
-        return max(0.0, self._heap[0][0] - self.clock()) if self._heap else None
+        heap = self._heap
+        while heap and not heap[0][2].is_live:
+            heapq.heappop(heap)
+        return max(0.0, heap[0][0] - self.clock()) if heap else None
 
     def run_due(self) -> None:
         """Run all that are due now; those they set run next time, even if due at once."""
-        now = self.clock()
-        due = []
-        while self._heap and self._heap[0][0] <= now:
-            due.append(heapq.heappop(self._heap)[2])
+        heap, now, due = self._heap, self.clock(), []
+        while heap and heap[0][0] <= now:
+            due.append(heapq.heappop(heap)[2])
         while due:
             try:
                 due.pop(0).fire()

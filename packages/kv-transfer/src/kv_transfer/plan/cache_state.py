@@ -11,6 +11,7 @@ A8, A11.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 from typing import Final, Literal
 
 import msgspec
@@ -107,9 +108,8 @@ class ParallelLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
             )
         _check_count("blocks_per_deal", self.blocks_per_deal, MAX_TOKENS_PER_BLOCK)
         _check_stages(self.layers)
-        for group in range(self.num_groups):
-            _check_heads(tuple(self.heads[tensor_rank] for tensor_rank in self.tensor_ranks_of(group)))
-        _check_groups(self)
+        width = len(self.heads) // self.num_groups
+        _check_groups([self.heads[first : first + width] for first in range(0, len(self.heads), width)])
 
     @classmethod
     def even(
@@ -291,20 +291,22 @@ def _check_stages(layers: tuple[Span, ...]) -> None:
         raise CallerError(f"number of layers out of bounds: got={expected}, allowed=1..{MAX_LAYERS}")
 
 
-def _check_heads(heads: tuple[Span, ...]) -> None:
+def _check_groups(groups: Sequence[Sequence[Span]]) -> None:
+    held = {_num_heads(heads) for heads in groups}
+    if len(held) > 1:
+        raise CallerError(f"groups hold different numbers of heads: got={sorted(held)}")
+
+
+def _num_heads(heads: Sequence[Span]) -> int:
+    """How many heads the tensor ranks of one group hold; CallerError if they leave one out."""
     covered = 0
-    for span in sorted(heads):
-        if not span or span.start < 0 or span.stop > MAX_HEADS:
+    for span in sorted(heads, key=attrgetter("start")):
+        if not 0 <= span.start < span.stop <= MAX_HEADS:
             raise CallerError(f"a tensor rank's heads are empty or out of bounds: got={span}, allowed=[0, {MAX_HEADS})")
         if span.start > covered:
             raise CallerError(f"no tensor rank holds some heads: held up to={covered}, next held={span.start}")
         covered = max(covered, span.stop)
-
-
-def _check_groups(parallel: ParallelLayout) -> None:
-    held = {max(parallel.heads[rank].stop for rank in parallel.tensor_ranks_of(g)) for g in range(parallel.num_groups)}
-    if len(held) > 1:
-        raise CallerError(f"groups hold different numbers of heads: got={sorted(held)}")
+    return covered
 
 
 def _check_name(field: str, name: str) -> None:

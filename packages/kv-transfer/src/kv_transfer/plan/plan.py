@@ -29,6 +29,8 @@ from kv_transfer.plan.targets import holding_ranks, target_ranks
 MAX_TOKENS: Final = 2**31
 """More tokens than any request has; bounds what a peer can make us compute."""
 
+ONE: Final = Span(0, 1)
+
 
 class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A box of global layers, global KV heads and tokens; all tokens of its plan if it names none."""
@@ -138,13 +140,10 @@ def chunks_of(pieces: Sequence[Piece], tokens: Span, state: CacheState, max_byte
     are cut only when one block of all layers is too big, and blocks only when one block of one layer is. Raises
     CallerError when not even the smallest movable unit of one layer fits.
     """
-    parts = (
-        (Piece(layers, piece.heads), part, num_bytes_of(layers, piece.heads, part, state))
-        for piece in pieces
-        for layers, part in _cuts(piece, _moved(piece, tokens, state), state, max_bytes)
-    )
+    cuts = [cut for piece in pieces for cut in _cuts(piece, _moved(piece, tokens, state), state, max_bytes)]
     # Why sorted: a prompt is computed from its first token on, and chunks go in order.
-    return tuple(Chunk(seq, *part) for seq, part in enumerate(sorted(parts, key=lambda part: part[1].stop)))
+    cuts.sort(key=lambda cut: cut[1].stop)
+    return tuple(Chunk(seq, *cut) for seq, cut in enumerate(cuts))
 
 
 def needed(chunk: Chunk, tokens: Span) -> Span:
@@ -212,18 +211,22 @@ def _moved(piece: Piece, tokens: Span, state: CacheState) -> Span:
     return widened(tokens if piece.tokens is None else piece.tokens, state)
 
 
-def _cuts(piece: Piece, tokens: Span, state: CacheState, max_bytes: int) -> Iterator[tuple[Span, Span]]:
-    """(layers, tokens) of each chunk of one piece: tokens outermost, so that early tokens arrive first."""
+def _cuts(piece: Piece, tokens: Span, state: CacheState, max_bytes: int) -> Iterator[tuple[Piece, Span, int]]:
+    """(box, tokens, bytes) of each chunk of one piece: tokens outermost, so that early tokens arrive first."""
     num_layers, num_tokens = _steps(piece, state, max_bytes)
+    boxes = [
+        (Piece(layers, piece.heads), num_bytes_of(layers, piece.heads, ONE, state))
+        for layers in _steps_over(piece.layers, num_layers, 1)
+    ]
     for part in _steps_over(tokens, num_tokens, state.tokens_per_block):
-        for layers in _steps_over(piece.layers, num_layers, 1):
-            yield layers, part
+        for box, token_bytes in boxes:
+            yield box, part, len(part) * token_bytes
 
 
 def _steps(piece: Piece, state: CacheState, max_bytes: int) -> tuple[int, int]:
     """How many layers and how many tokens one chunk may hold."""
     num_layers, block = len(piece.layers), state.tokens_per_block
-    token_bytes = num_bytes_of(Span(0, 1), piece.heads, Span(0, 1), state)
+    token_bytes = num_bytes_of(ONE, piece.heads, ONE, state)
     if (blocks := max_bytes // (block * token_bytes * num_layers)) > 0:
         return num_layers, blocks * block
     if (layers := max_bytes // (block * token_bytes)) > 0:
@@ -238,11 +241,11 @@ def _steps(piece: Piece, state: CacheState, max_bytes: int) -> tuple[int, int]:
 def _steps_over(span: Span, step: int, grid: int) -> Iterator[Span]:
     """Cuts `span` every `step`, counted from the grid line at or before its start."""
     # A step below the grid is its own grid.
-    origin = span.start // min(grid, step) * min(grid, step)
-    for start in range(origin, span.stop, step):
+    grid = min(grid, step)
+    for start in range(span.start // grid * grid, span.stop, step):
         yield Span(max(start, span.start), min(start + step, span.stop))
 
 
 def _check_span(what: str, span: Span, stop: int) -> None:
-    if span.start < 0 or span.stop > stop or not span:
+    if not 0 <= span.start < span.stop <= stop:
         raise CallerError(f"{what} are empty or out of bounds: got={span}, allowed=[0, {stop})")
