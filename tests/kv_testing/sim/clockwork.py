@@ -13,6 +13,7 @@ from functools import partial
 from itertools import count
 from random import Random
 
+from kv_testing.sim.weather import Weather
 from kv_transfer.protocol import codec
 from kv_transfer.protocol.errors import MalformedMessage, ProtocolError, UnexpectedMessage
 from kv_transfer.protocol.messages import Message, RejectCode, Rejected, clipped
@@ -25,31 +26,11 @@ Run = Callable[[], None]
 
 NEXT_S = 1e-6
 """The least step to a timer that is due: it must not come before its time by a rounding error."""
-
-
 CALM_COPY_S = 0.02
 
 
 class Violation(AssertionError):
     """A law of the session layer is broken."""
-
-
-@dataclass(frozen=True)
-class Weather:
-    """How often (0 to 1) and how badly (seconds) things go wrong; all of it ends at `calm_at`."""
-
-    calm_at: float
-    drop: float = 0.0
-    double: float = 0.0
-    delay: float = 0.0
-    delay_s: float = 0.0
-    corrupt: float = 0.0
-    write_late: float = 0.0
-    write_late_s: float = 0.0
-    write_fail: float = 0.0
-    write_corrupt: float = 0.0
-    hold: float = 0.0
-    copy_s: float = 0.002
 
 
 class Clockwork:

@@ -11,34 +11,32 @@ Law, liveness: each order is reported by its deadline or, where its process stoo
 import gc
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from random import Random
 
-from kv_core.ids import RequestId, TransferId
+from kv_core.ids import RequestId
 from kv_core.spans import Span
-from kv_testing.sim.clockwork import Clockwork, Process, Violation, Weather, check
+from kv_testing.sim.clockwork import Clockwork, Process, Violation, check
 from kv_testing.sim.growth import Growth
 from kv_testing.sim.instances import Instance
 from kv_testing.sim.network import Network
 from kv_testing.sim.places import NUM_TOKENS, state_of
+from kv_testing.sim.requests import PROMPT, Request
+from kv_testing.sim.rest import wait_until_idle
+from kv_testing.sim.weather import draw_weather
 from kv_transfer.config import TransferConfig
-from kv_transfer.orders import BlockTables, Offer, Received, ReceiveOrder, Settled
+from kv_transfer.orders import Offer, Received, ReceiveOrder, Settled
 from kv_transfer.plan.context import ContextCut
 from kv_transfer.protocol.messages import Release, Renew
 
 DEADLINE_S, LEASE_S = 4.0, 5.0
 SLACK_S = 3.0
 """Copies that are queued or running when a deadline passes."""
-QUIET_S = 60.0
-"""Far more than anything needs to end in calm weather."""
-TIMERS_S = 15.0
-"""More than the longest pause of anything that ends by itself."""
 FAILING = 0.06
 """Chance of a rank that the thread of its agent fails."""
 GROWING = 0.3
 """Chance of a prompt that it is offered before it is computed."""
-PROMPT = b"k" * 32
 SHAPES = [(1, (2,), 1), (2, (2,), 1), (3, (2,), 1), (1, (2,), 2), (1, (1, 1), 1), (2, (1, 1), 1), (4, (2,), 1)]
 """Tensor ranks, layers of each stage, context ranks."""
 WINDOWS: list[tuple[int, ...]] = [(), (), (), (0, 5), (4, 4), (5, 0)]
@@ -52,35 +50,6 @@ USUAL_CONFIG = {
     "chunk_bytes": 4096,
     "unmap_idle_s": 2.0,
 }
-
-
-@dataclass
-class Request:
-    """One prompt that a prefill instance has and a decode instance wants."""
-
-    number: int
-    prefill: Instance
-    decode: Instance
-    tokens: Span
-    is_growing: bool = False
-    ordered: dict[int, float] = field(default_factory=dict)
-    run: int = 0
-    outcomes: dict[int, Received] = field(default_factory=dict)
-
-    @property
-    def transfer_id(self) -> TransferId:
-        return TransferId(f"{self.number:032x}")
-
-    @property
-    def request_id(self) -> RequestId:
-        return RequestId(f"r{self.number}")
-
-    @property
-    def consumer(self) -> str:
-        return f"{self.decode.incarnation}/{self.request_id}"
-
-    def tables(self, instance: Instance, rank: int) -> BlockTables:
-        return instance.places[rank].tables[self.number]
 
 
 @dataclass(frozen=True)
@@ -132,9 +101,9 @@ class World:
         calm_at = self.clockwork.weather.calm_at
         self.clockwork.run_until(calm_at)
         self._settle_down()
-        self._wait_until_idle("after the storm")
+        wait_until_idle(self.clockwork, self.instances, self.requests, "after the storm")
         self._next_request()
-        self._wait_until_idle("after the next request")
+        wait_until_idle(self.clockwork, self.instances, self.requests, "after the next request")
         return Played(self.clockwork.num_events, self.outcomes, self.network.num_landed_late, self.clockwork.now)
 
     # -- what happens ------------------------------------------------------------------------------------------------
@@ -283,7 +252,7 @@ class World:
     def _on_settled(self, instance: Instance, settled: Settled) -> None:
         instance.pass_on(settled)
 
-    # -- what must hold at the end -----------------------------------------------------------------------------------
+    # -- after the storm ---------------------------------------------------------------------------------------------
 
     def _settle_down(self) -> None:
         """Whoever stood still goes on; whoever is half dead begins anew."""
@@ -295,50 +264,6 @@ class World:
                 if rank.agent.pulse.failure:
                     rank.process.die()
             self._restart(instance)
-
-    def _wait_until_idle(self, when: str) -> None:
-        end = self.clockwork.now + QUIET_S
-        while found := self._open():
-            check(self.clockwork.now < end, f"still open {when}:", found)
-            self.clockwork.run_until(self.clockwork.now + 0.5)
-        for request in self.requests:
-            if request.run == request.decode.num_runs:
-                check(len(request.outcomes) == len(request.ordered), "an order was never reported:", request)
-        for instance in self.instances:
-            for rank in instance.ranks:
-                rank.core.sender.offers.check()
-                for arena in rank.arenas:
-                    arena.check()
-                check(not rank.process.counters["internal_errors"], "an error of our own")
-        self._wait_until_no_timer(when)
-
-    def _wait_until_no_timer(self, when: str) -> None:
-        """Some end by themselves: the alarm of a quarantine, a greeting, a question that nobody waits for."""
-        end = self.clockwork.now + TIMERS_S
-        while found := self._timers():
-            check(self.clockwork.now < end, f"timers are left {when}:", found)
-            self.clockwork.run_until(self.clockwork.now + 1.0)
-        self._check_unmapped()
-
-    def _check_unmapped(self) -> None:
-        """Living ranks map nobody for long without a need."""
-        mapped = [len(rank.core.loads.receiver.mappings) for each in self.instances for rank in each.ranks]
-        check(not any(mapped), "peers are still mapped:", mapped)
-
-    def _timers(self) -> list[str]:
-        """Live timers of ranks that have more than one at rest: the watches for peers and for threads, the status."""
-        found = []
-        for rank in (rank for instance in self.instances for rank in instance.ranks):
-            timers = [timer for _, _, timer in rank.process.timers._heap if timer.is_live]
-            found += [str(timer._run) for timer in timers] if len(timers) > 3 else []
-        return found
-
-    def _open(self) -> dict[str, dict[str, int]]:
-        found = {instance.name: instance.porter.status().open for instance in self.instances}
-        for instance in self.instances:
-            for number, rank in enumerate(instance.ranks):
-                found[f"{instance.name}/{number}"] = rank.core.measure().open
-        return {name: gauges for name, gauges in found.items() if gauges}
 
     def _next_request(self) -> None:
         request = self._request(len(self.requests))
@@ -357,28 +282,6 @@ class World:
         made.on_received, made.on_sent, made.on_settled = self._on_received, self._on_sent, self._on_settled
         made.on_arrived = self._on_arrived
         return made
-
-
-def draw_weather(dice: Random) -> Weather:
-    """A few things that go wrong, not all at once: what hides one fault is often another."""
-
-    def perhaps(chance: float) -> float:
-        return chance * dice.random() if dice.random() < 0.35 else 0.0
-
-    return Weather(
-        calm_at=6.0,
-        drop=perhaps(0.4),
-        double=perhaps(0.5),
-        delay=perhaps(0.5),
-        delay_s=dice.choice((0.05, 0.5, 3.0)),
-        corrupt=perhaps(0.2),
-        write_late=perhaps(0.6),
-        write_late_s=dice.choice((0.5, 3.0, 6.0)),
-        write_fail=perhaps(0.2),
-        write_corrupt=perhaps(0.2),
-        hold=0.97 if dice.random() < 0.1 else 0.0,
-        copy_s=dice.choice((0.002, 0.002, 0.2)),
-    )
 
 
 def run_all(seeds: Iterable[int], **settings: object) -> list[Played]:

@@ -12,8 +12,8 @@ from random import Random
 import pytest
 
 from kv_testing.messages import SAMPLES, mutated
-from kv_testing.sim.clockwork import Weather
 from kv_testing.sim.schedule import World
+from kv_testing.sim.weather import Weather
 from kv_transfer.protocol import codec
 from kv_transfer.protocol.messages import Message, Rejected
 
