@@ -69,6 +69,7 @@ def serve(pipe: Connection, shape: Shape, model: str, settings: dict[str, Any]) 
         tensor_parallel_size=shape.tp,
         pipeline_parallel_size=shape.pp,
         gpu_memory_utilization=0.2,
+        kv_cache_memory_bytes=1 << 30,
         dtype="bfloat16",
         kv_transfer_config=KVTransferConfig(
             kv_connector="FerryConnector",
@@ -132,13 +133,12 @@ class Engine:
 
 @contextmanager
 def engines(prefill: Shape, decode: Shape, settings: dict[str, Any]) -> Iterator[tuple[Engine, Engine]]:
-    """Both of them, started one after the other, since each measures the memory that is free."""
+    """Both of them, started together: none measures the memory that is free."""
     model, started = make_tiny(0), list[Engine]()
     try:
         for shape in (prefill, decode):
             started.append(Engine(shape, model, settings))
-            started[-1].wait()
-        yield started[0], started[1]
+        yield started[0].wait(), started[1].wait()
     finally:
         for engine in started:
             engine.close()

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.drawn
 
 NUM_SCHEDULES = 20_000
 """8 to 10 ms each on one core (AMD EPYC, 2026-11-30): a minute and a half of two."""
-NUM_STRETCHES, NUM_A_STRETCH = 10, 100_000
+NUM_STRETCHES, NUM_A_STRETCH = 40, 25_000
 SHARD = 10_000_000
 
 BROKEN_ONCE = [20761]
