@@ -4,13 +4,18 @@ In:  one GPU; `--sweep` also tries other tunings; `--out` a folder for the CSV.
 Out: payload in GB/s (bytes copied, so that a plain copy reads and writes as much), `results/kernels.csv`.
 Law: block ids are random; 32 layers of bf16, 8 heads of 128, blocks of 16 tokens, 1 GiB of payload.
 
-    python tools/bench/kernels.py [--sweep] [--parts device host] [--out FOLDER]
+    python tools/bench/kernels.py [--sweep] [--parts device parts host] [--out FOLDER]
+
+`parts`: a request's table that is kept, with the checksum in the same pass and in one of its own; and what the host
+needs to queue a copy each way.
 """
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -18,9 +23,12 @@ from gpu_rows import DEVICE, HEADS, LAYERS, RESULTS, SIZE, Table, device_copy, i
 from torch import Tensor
 
 from kv_kernels.block_copy import copy_blocks
+from kv_kernels.block_table import At, BlockTable, Copied, gather_part, scatter_part
 from kv_kernels.gather import gather
 from kv_kernels.scatter import scatter
-from kv_kernels.tuning import HOST, LOCAL, Tuning
+from kv_kernels.tuning import HOST, LOCAL, SUMMING, Tuning
+from kv_kernels.weighted_sum import weighted_sum
+from kv_transfer.checksum import pending
 
 TOKENS = 8192
 Copy = Callable[[], object]
@@ -56,6 +64,59 @@ def local(table: Table, tunings: list[Tuning], copy_gbps: float) -> None:
             time = seconds(lambda p=planes, d=dense, i=ids, w=window: scatter(p, d, i, **w))
             table.add(f"scatter {case}", dense.nbytes / time / 1e9, tuning=label(tuning), bar=bar)
         del planes, dense
+
+
+def parts(table: Table, copy_gbps: float) -> None:
+    """The chunks of a request are parts of one table; a checksum is fetched by a small copy behind the kernel."""
+    few = [Tuning(SUMMING.tile_words, SUMMING.num_warps, programs) for programs in (528, 1056, 4224, None)]
+    for memory in ("BHTD", "BTHD"):
+        planes, dense = planes_of(memory), dense_of(memory, TOKENS, HEADS)
+        ids = ids_of(planes, TOKENS)
+        kept, flat = BlockTable(planes, ids), dense if memory == "BTHD" else dense.transpose(1, 2)
+        words = flat.view(torch.int64).view(-1)
+        for tuning in (SUMMING, *few):
+            ways: dict[str, Copy] = {
+                "gather": partial(gather_part, dense, kept, At(), tuning=tuning),
+                "scatter": partial(scatter_part, kept, dense, At(), tuning=tuning),
+                "gather with checksum": partial(fetched, gather_part, dense, kept, tuning),
+                "scatter with checksum": partial(fetched, scatter_part, kept, dense, tuning),
+            }
+            for name, call in ways.items():
+                bar, case = 0.93 * copy_gbps if tuning == SUMMING else 0.0, f"{name}, kept table, {memory}"
+                table.add(case, dense.nbytes / seconds(call) / 1e9, tuning=label(tuning), bar=bar)
+                if tuning == SUMMING:
+                    print(f"    {host_us(call):.0f} us of the host a call", flush=True)
+        apart = partial(apart_sum, dense, planes, ids, words)
+        table.add(f"gather, checksum apart, {memory}", dense.nbytes / seconds(apart) / 1e9, tuning=label(LOCAL))
+        print(f"    {host_us(apart):.0f} us of the host a call", flush=True)
+        del planes, dense, kept, flat, words, apart
+
+
+def fetched(copy: Callable[..., Copied], one: Any, other: Any, tuning: Tuning) -> object:
+    """The copy, and its checksum on its way to the host."""
+    sums = copy(one, other, At(), summed_at=0, tuning=tuning).sums
+    assert sums is not None, "law: a sum that is wanted is told"
+    return pending([sums])
+
+
+def apart_sum(dense: Tensor, planes: list[Tensor], ids: list[int], words: Tensor) -> object:
+    """A table for this call, and a pass of its own for the checksum."""
+    gather(dense, planes, ids, first_token=0, first_head=0)
+    return pending([weighted_sum(words)])
+
+
+def host_us(call: Copy, calls: int = 20) -> float:
+    """Microseconds of the host for a call, queued behind a sleep that is longer than all of them."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
+    began = perf_counter()
+    kept = [call() for _ in range(calls)]
+    took = perf_counter() - began
+    del kept
+    torch.cuda.synchronize()
+    return 1e6 * took / calls
 
 
 def against_index_select(table: Table) -> None:
@@ -189,7 +250,7 @@ def prove_engines(planes: list[Tensor], ids: tuple[list[int], list[int]], few: t
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--parts", nargs="+", choices=("device", "host"), default=["device", "host"])
+    parser.add_argument("--parts", nargs="+", choices=("device", "parts", "host"), default=["device", "parts", "host"])
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -203,6 +264,8 @@ def main() -> None:
         local(table, [LOCAL, *(one for one in swept if one != LOCAL)], copy_gbps)
         against_index_select(table)
         blocks(table)
+    if "parts" in options.parts:
+        parts(table, copy_gbps)
     if "host" in options.parts:
         host(table, [HOST, *(one for one in hosts if one != HOST)] if options.sweep else [HOST])
     table.finish(options.out)
