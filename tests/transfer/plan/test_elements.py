@@ -60,6 +60,39 @@ def test_equal_codes_of_other_scales_are_other_elements():
     assert is_converted(asking(**E4M3), asking(**other))
 
 
+EACH = tuple(0.25 * number for number in range(1, 9))
+"""A scale for each plane of each of the 4 layers."""
+
+
+@pytest.mark.parametrize(
+    ("place", "words_of_both"),
+    [
+        (0, "scales of layer 0 differs: ours=0.25, 0.5, theirs=9, 0.5"),
+        (5, "scales of layer 2 differs: ours=1.25, 1.5, theirs=1.25, 9"),
+    ],
+)
+def test_of_scales_of_layers_the_first_that_differ_are_told(place, words_of_both):
+    other = (*EACH[:place], 9.0, *EACH[place + 1 : -1], 7.0)
+    ours, theirs = (E4M3 | {"scales": scales} for scales in (EACH, other))
+    assert words(make_state(**ours), make_state(**theirs)) == [words_of_both]
+    assert words(make_state(**ours), make_state(dtype="float8_e4m3fn")) == [
+        "scales differs: ours=0.25, 0.5, 0.75, 1 and 4 more, theirs=none"
+    ]
+    assert reasons(asking(**ours), asking(**theirs)) == ()
+    assert is_converted(asking(**ours), asking(**theirs))
+
+
+@pytest.mark.parametrize(
+    ("short", "spread"), [((0.5,), (0.5,) * 8), ((0.5,), (0.5, 0.5)), ((0.5, 2.0), (0.5, 2.0) * 4)]
+)
+def test_equal_scales_are_equal_however_they_are_told(short, spread):
+    ours, theirs = (asking(dtype="float8_e5m2", scales=scales) for scales in (short, spread))
+    assert reasons(ours, theirs) == reasons(theirs, ours) == ()
+    assert not is_converted(ours, theirs)
+    off = (*spread[:-1], 3.0)
+    assert is_converted(ours, asking(dtype="float8_e5m2", scales=off)), "negative control"
+
+
 @pytest.mark.parametrize("dtype", CODES)
 def test_codes_without_a_scale_are_not_converted(dtype):
     assert words(asking(dtype=dtype), asking(dtype="bfloat16")) == [

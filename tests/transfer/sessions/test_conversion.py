@@ -9,6 +9,7 @@ from kv_testing.exchanges import small_state
 from kv_testing.valued import offer_numbers, wrong_numbers
 from kv_testing.worlds import ALL, FAST, NUM_TOKENS, fresh_id, pair
 from kv_transfer.direct.in_process import InProcessHub
+from kv_transfer.formatter.conversion import Conversion
 from kv_transfer.passages import Passages
 from kv_transfer.plan.cache_state import LATENT, BlockLayout
 from kv_transfer.plan.elements import ITEM_BYTES
@@ -30,7 +31,9 @@ ELEMENTS = {
     "bfloat16 to e4m3": (("bfloat16",), ("float8_e4m3fn", (0.5,))),
     "bfloat16 to e5m2": (("bfloat16",), ("float8_e5m2", (2.0, 0.75))),
     "e4m3 to bfloat16": (("float8_e4m3fn", (0.5, 0.25)), ("bfloat16",)),
-    "e5m2 to e4m3, a scale for each plane": (("float8_e5m2", EACH), ("float8_e4m3fn", (3.0,))),
+    "bfloat16 to e4m3, scales of layers": (("bfloat16",), ("float8_e4m3fn", EACH)),
+    "e5m2 to float32, scales of layers": (("float8_e5m2", EACH), ("float32",)),
+    "e5m2 to e4m3, scales of layers": (("float8_e5m2", EACH), ("float8_e4m3fn", (3.0,))),
     "e4m3 to e4m3 of other scales": (("float8_e4m3fn", EACH), ("float8_e4m3fn", tuple(reversed(EACH)))),
 }
 SHAPES = {
@@ -62,6 +65,25 @@ def test_elements_are_converted_by_the_receiver(sent, kept, p_shape, d_shape):
     with pair(state(*sent, **p_shape), state(*kept, **d_shape)) as (p, d, _):
         num_bytes = handed_over(p, d)
         assert num_bytes == p.count("bytes_out") == NUM_TOKENS * 4 * 2 * 4 * 8 * ITEM_BYTES[sent[0]]
+
+
+@pytest.mark.parametrize("asks", [False, True], ids=["nobody asks", "both ask"])
+@pytest.mark.parametrize("scales", [(EACH, EACH), ((0.5,), (0.5,) * 8)], ids=["of layers", "told in two ways"])
+def test_codes_of_equal_scales_are_handed_over_as_they_are(asks, scales, monkeypatch):
+    convert, converted = Conversion.converted, []
+
+    def counted(self, dense, layers):
+        converted.append(layers)
+        return convert(self, dense, layers)
+
+    monkeypatch.setattr(Conversion, "converted", counted)
+    codes = [state("float8_e4m3fn", own, asks) for own in scales]
+    with pair(*codes) as (p, d, _):
+        handed_over(p, d)
+    assert converted == []
+    with pair(state("float8_e4m3fn", scales[0]), state("float8_e4m3fn", EACH[::-1])) as (p, d, _):
+        handed_over(p, d)
+    assert converted, "negative control"
 
 
 def test_elements_that_are_converted_are_not_read_in_place():
@@ -161,9 +183,22 @@ def test_a_sender_refuses_who_would_read_what_is_to_be_converted(monkeypatch):
             state("float8_e4m3fn", (0.25,), asks=False),
             ["scales differs: ours=0.25, theirs=0.5"],
         ),
+        (
+            state("float8_e5m2", EACH, asks=False),
+            state("float8_e5m2", (*EACH[:5], 3.0, *EACH[6:]), asks=False),
+            ["scales of layer 2 differs: ours=1.25, 3, theirs=1.25, 1.5"],
+        ),
         (state("int8"), state("bfloat16"), ["dtype (not convertible) differs: ours=bfloat16, theirs=int8"]),
     ],
-    ids=["nobody asks", "the receiver alone", "the sender alone", "no scale", "other scales", "no number"],
+    ids=[
+        "nobody asks",
+        "the receiver alone",
+        "the sender alone",
+        "no scale",
+        "other scales",
+        "other scales of a layer",
+        "no number",
+    ],
 )
 def test_elements_are_never_converted_in_silence(prefill, decode, words):
     with pair(prefill, decode) as (p, d, _):

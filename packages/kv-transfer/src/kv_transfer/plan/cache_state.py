@@ -20,7 +20,7 @@ from kv_core.errors import CallerError
 from kv_core.ids import Rank
 from kv_core.spans import Span
 from kv_transfer.plan.context import ContextCut, TokenShare
-from kv_transfer.plan.elements import ITEM_BYTES, check_elements
+from kv_transfer.plan.elements import ITEM_BYTES, check_elements, each_scale
 
 BlockOrder = Literal["head_major", "token_major"]
 Numbering = Literal["context_inner", "tensor_inner"]
@@ -275,10 +275,7 @@ class CacheState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def scales_of(self, layers: Span) -> tuple[float, ...] | None:
         """The scale of each plane of some global layers, layer by layer; None if elements have none."""
-        if len(self.scales) == self.num_layers * self.num_planes:
-            return self.scales[layers.start * self.num_planes : layers.stop * self.num_planes]
-        each = self.scales * (self.num_planes // len(self.scales)) if self.scales else ()
-        return each * len(layers) or None
+        return each_scale(self)[layers.start * self.num_planes : layers.stop * self.num_planes] or None
 
 
 def _check_stages(layers: tuple[Span, ...]) -> None:

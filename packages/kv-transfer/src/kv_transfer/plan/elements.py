@@ -7,7 +7,7 @@ where their scale is told. What travels is always the sender's element; the rece
 
 A scale is per tensor: an element stands for the value `element * scale`. One number is the scale of a whole cache; else
 there is one for each plane of a layer (K, V), or for each plane of each layer in order. No scale at all: the element is
-the value.
+the value. Two caches have the same scales if every plane of every layer has, however they tell them.
 """
 
 import math
@@ -37,6 +37,10 @@ class Elements(Protocol):
     def scales(self) -> tuple[float, ...]: ...
     @property
     def convert_elements(self) -> bool: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_planes(self) -> int: ...
 
 
 def check_elements(dtype: str, scales: Sequence[float], num_layers: int, num_planes: int) -> None:
@@ -56,9 +60,16 @@ def check_elements(dtype: str, scales: Sequence[float], num_layers: int, num_pla
         raise CallerError(f"a scale is not a positive number: got={shown(scales)}")
 
 
+def each_scale(side: Elements) -> tuple[float, ...]:
+    """The scale of each plane of each layer, in order; nothing if elements have none."""
+    if not side.scales:
+        return ()
+    return side.scales * (side.num_layers * side.num_planes // len(side.scales))
+
+
 def differ(ours: Elements, theirs: Elements) -> bool:
     """Whether elements of one cache would mean something else in the other."""
-    return (ours.dtype, ours.scales) != (theirs.dtype, theirs.scales)
+    return ours.dtype != theirs.dtype or _scales_differ(ours, theirs)
 
 
 def objections(ours: Elements, theirs: Elements) -> Iterator[tuple[str, str, str]]:
@@ -87,8 +98,24 @@ def shown(scales: Sequence[float]) -> str:
 def _differences(ours: Elements, theirs: Elements) -> Iterator[tuple[str, str, str]]:
     if ours.dtype != theirs.dtype:
         yield "dtype", ours.dtype, theirs.dtype
-    if ours.scales != theirs.scales:
-        yield "scales", shown(ours.scales), shown(theirs.scales)
+    if _scales_differ(ours, theirs):
+        yield _scales_apart(ours, theirs)
+
+
+def _scales_differ(ours: Elements, theirs: Elements) -> bool:
+    return ours.scales != theirs.scales and each_scale(ours) != each_scale(theirs)
+
+
+def _scales_apart(ours: Elements, theirs: Elements) -> tuple[str, str, str]:
+    """The scales of both sides; where layers have their own, those of the first layer in which they differ."""
+    planes = ours.num_planes
+    alike = (planes, ours.num_layers) == (theirs.num_planes, theirs.num_layers)
+    if not alike or not ours.scales or not theirs.scales or max(len(ours.scales), len(theirs.scales)) <= planes:
+        return "scales", shown(ours.scales), shown(theirs.scales)
+    mine, other = each_scale(ours), each_scale(theirs)
+    layer = next(at for at in range(len(mine)) if mine[at] != other[at]) // planes
+    of_layer = slice(layer * planes, (layer + 1) * planes)
+    return f"scales of layer {layer}", shown(mine[of_layer]), shown(other[of_layer])
 
 
 def _scale_of(side: Elements) -> str:
