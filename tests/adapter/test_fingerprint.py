@@ -70,6 +70,26 @@ def test_what_the_engine_adds_differs(original):
     assert fingerprint(original, dtype="bfloat16") != fingerprint(original, dtype="float32")
 
 
+@pytest.mark.parametrize("name", ["attn.k_scale", "v_proj.v_scale", "kv_scale", "k_cache.scale"])
+def test_scales_of_a_cache_are_compared_by_themselves(tmp_path, name):
+    """Which only a cache of codes has; whether there are any is part of the model."""
+    prints = [
+        fingerprint(checkpoint(tmp_path / f"{value}", [weights() | {f"layer.0.{name}": torch.tensor(value)}]))
+        for value in (0.5, 0.25)
+    ]
+    assert prints[0] == prints[1] != fingerprint(checkpoint(tmp_path / "none", [weights()]))
+
+
+def test_scales_of_queries_and_tensors_that_are_no_scales_count(tmp_path):
+    found = {
+        fingerprint(checkpoint(tmp_path / f"{at}", [weights() | {f"layer.0.{name}": tensor}]))
+        for at, (name, tensor) in enumerate(
+            [(name, value * torch.ones(size)) for name, size in (("q_scale", 1), ("k_scale", 2)) for value in (1, 2)]
+        )
+    }
+    assert len(found) == 4
+
+
 def test_made_up_weights_are_told_apart_by_their_seed():
     one, two = (model_fingerprint(CONFIG, None, extra={"made_up_seed": seed}) for seed in (1, 2))
     assert one != two

@@ -219,12 +219,12 @@ def test_row_05_nixl_that_is_missing(monkeypatch):
         nixl.nixl_agent()
 
 
-@pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2", "int8_per_token_head", "nvfp4"])
-def test_row_31_codes_whose_scales_are_the_engines(dtype):
-    """Between bf16, fp16 and fp32 elements are converted (docs/decisions/0006-element-conversion.md)."""
+@pytest.mark.parametrize("dtype", ["fp8_ds_mla", "fp8_per_token_head", "int8_per_token_head", "nvfp4"])
+def test_row_31_packed_elements_and_scales_of_tokens(dtype):
+    """Plain codes are carried with the scales of their layers (docs/decisions/0006-element-conversion.md)."""
     from kv_engine_adapter.vllm.setup import SchedulerSetup
 
-    with pytest.raises(CallerError, match=f"kv_cache_dtype={dtype}, supported is auto"):
+    with pytest.raises(CallerError, match=f"kv_cache_dtype={dtype}, supported are auto"):
         SchedulerSetup(engine(cache_config=SimpleNamespace(cache_dtype=dtype)), model_of(spec("FullAttentionSpec")))
 
 

@@ -42,6 +42,13 @@ READ = {
     ("vllm.v1.kv_cache_interface", "SlidingWindowSpec"): {"sliding_window"},
     ("vllm.v1.kv_cache_interface", "ChunkedLocalAttentionSpec"): {"attention_chunk_size"},
     ("vllm.v1.kv_cache_interface", "MLAAttentionSpec"): {"cache_dtype_str"},
+    ("vllm.v1.kv_cache_interface", "AttentionSpec"): {"kv_quant_mode"},
+    ("vllm.v1.kv_cache_interface", "KVQuantMode"): {"NONE", "FP8_PER_TENSOR"},
+    ("vllm.v1.attention.backend", "AttentionLayer"): {"_k_scale", "_v_scale", "_k_scale_float", "_v_scale_float"},
+    ("vllm.model_executor.layers.attention.attention", "Attention"): {"kv_cache_dtype"},
+    ("vllm.config.compilation", "CompilationConfig"): {"static_forward_context"},
+    ("vllm.config.cache", "CacheConfig"): {"cache_dtype"},
+    ("vllm.platforms.interface", "Platform"): {"is_fp8_fnuz"},
     ("vllm.config.model", "ModelConfig"): {"use_mla"},
     ("vllm.v1.kv_cache_interface", "KVCacheConfig"): {"kv_cache_groups"},
 }  # fmt: skip

@@ -3,12 +3,15 @@
 In:  the model's own configuration and its checkpoint directory.
 Out: 64 hex digits, equal exactly if shapes, rope, quantisation, tensor index and a fixed sample of the weights agree.
 Law: no name, path or library version enters, so two copies of one checkpoint agree wherever they lie; sharding of the
-     files does not enter either, because the sample is taken by tensor name and position inside the tensor.
+     files does not enter either, because the sample is taken by tensor name and position inside the tensor. Nor do the
+     values of scales of a cache, which only a cache of codes has, and tells to whom it hands itself over.
 Cost: the headers of all files and 64 reads of 4 KiB, once at start.
 """
 
 import hashlib
 import json
+import math
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +23,8 @@ _NAMES = frozenset({"_name_or_path", "name_or_path", "transformers_version", "_c
 _NUM_SAMPLES = 64
 _SAMPLE_BYTES = 4096
 _MAX_HEADER_BYTES = 100 << 20
+_CACHE_SCALE = re.compile(r"\.(kv|k|v)_(cache\.)?scale$")
+"""The scale of a layer's K, V, or both, by the names it has in checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,7 @@ def _weight_parts(directory: Path) -> Iterator[bytes]:
     )
     if tensors:
         yield _canonical([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors])
-        yield from _samples(tensors)
+        yield from _samples([tensor for tensor in tensors if not _is_cache_scale(tensor)] or tensors)
         return
     files = sorted(file for pattern in ("*.bin", "*.pt", "*.gguf") for file in directory.glob(pattern))
     if not files:
@@ -103,6 +108,10 @@ def _index(file: Path) -> list[_Tensor]:
         if name != "__metadata__"
         for start, stop in [entry["data_offsets"]]
     ]
+
+
+def _is_cache_scale(tensor: _Tensor) -> bool:
+    return math.prod(tensor.shape) == 1 and _CACHE_SCALE.search(tensor.name) is not None
 
 
 def _samples(tensors: list[_Tensor]) -> Iterator[bytes]:

@@ -32,6 +32,9 @@ _PLAIN_SPEC = {
 }
 """What a specification says of a cache that has one slot for each token and head; versions have some of these."""
 
+_CODES = 1
+"""The `kv_quant_mode` of codes of 8 bits with scales of layers. Of latent rows it also stands for packed formats."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelCaches:
@@ -93,7 +96,7 @@ def _spec_of(spec: "KVCacheSpec") -> "AttentionSpec":
     by_layer: Mapping[str, AttentionSpec] = getattr(spec, "kv_cache_specs", {"": spec})
     first, *others = by_layer.values()
     for other in others:
-        _check_equal([first, other], ("block_size", "num_kv_heads", "head_size", "dtype"))
+        _check_equal([first, other], ("block_size", "num_kv_heads", "head_size", "dtype", "kv_quant_mode"))
     return first
 
 
@@ -107,7 +110,10 @@ def _check_kinds(kinds: list[str]) -> None:
 
 
 def _check_plain(spec: "AttentionSpec") -> None:
+    has_codes = _ATTENTION[type(spec).__name__] == FULL
     for name, usual in _PLAIN_SPEC.items():
+        if has_codes and (name, getattr(spec, name, usual)) == ("kv_quant_mode", _CODES):
+            continue
         if (got := getattr(spec, name, usual) or usual) != usual:
             raise CallerError(f"FerryConnector carries plain caches: {name}: got={got}, supported={usual}")
     if (role := str(getattr(spec, "cache_role", "sparse")).rpartition(".")[2].lower()) != "sparse":
@@ -118,7 +124,7 @@ def _check_plain(spec: "AttentionSpec") -> None:
 
 
 def _check_alike(specs: list["AttentionSpec"]) -> None:
-    _check_equal(specs, ("num_kv_heads", "head_size", "dtype", "block_size"))
+    _check_equal(specs, ("num_kv_heads", "head_size", "dtype", "kv_quant_mode", "block_size"))
 
 
 def _check_equal(specs: Iterable["AttentionSpec"], names: tuple[str, ...]) -> None:

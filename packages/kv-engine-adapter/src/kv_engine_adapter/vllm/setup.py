@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -24,6 +24,7 @@ from kv_engine_adapter.early import EarlyTerms
 from kv_engine_adapter.hooks import OrderedFaults
 from kv_engine_adapter.scheduler import FerryScheduler, Identity
 from kv_engine_adapter.vllm import compat, tensors, translate
+from kv_engine_adapter.vllm.codes import Codes, codes_of, refuse_packed
 from kv_engine_adapter.vllm.groups import ModelCaches, model_caches
 from kv_engine_adapter.worker import FerryWorker
 from kv_transfer.config import TransferConfig
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
+Number = TypeVar("Number", int, float)
 
 
 class SchedulerSetup:
@@ -100,8 +102,9 @@ class WorkerSetup:
 
         rank, incarnation = own_rank(self._config), shared_incarnation()
         parallel = translate.parallel_layout(self._config)
-        view = tensors.engine_caches(kv_caches, self._model, parallel.share_of(rank))
-        state = self._state(view, parallel)
+        codes = codes_of(self._config, kv_caches)
+        view = tensors.engine_caches(kv_caches, self._model, parallel.share_of(rank), codes)
+        state = self._state(view, parallel, codes)
         hooks = self._ferry.test_hooks_dir
         transceiver = Transceiver(
             _rank_settings(self._ferry, self._config, rank),
@@ -116,7 +119,7 @@ class WorkerSetup:
         )
         return FerryWorker(transceiver, view.kernel_tables, self._model.block_size), incarnation
 
-    def _state(self, view: tensors.EngineCaches, parallel: ParallelLayout) -> CacheState:
+    def _state(self, view: tensors.EngineCaches, parallel: ParallelLayout, codes: Codes | None) -> CacheState:
         """What peers are told of the caches of all ranks."""
         return CacheState(
             fingerprint=translate.fingerprint(self._config),
@@ -131,6 +134,7 @@ class WorkerSetup:
             parallel=msgspec.structs.replace(parallel, blocks_per_deal=view.blocks_per_logical),
             windows=all_windows(self._model, view),
             chunked=self._model.is_chunked,
+            scales=_of_all_stages(codes.scales) if codes else (),
             convert_elements=self._ferry.convert_elements,
         )
 
@@ -150,16 +154,20 @@ def _caches(kv_cache_config: "KVCacheConfig") -> ModelCaches:
 
 
 def all_windows(model: ModelCaches, view: tensors.EngineCaches) -> tuple[int, ...]:
-    """The window of every layer of the model, which the stages tell each other; none if no layer has one."""
-    from vllm.distributed.parallel_state import get_pp_group
-
+    """The window of every layer of the model; none if no layer has one."""
     if not any(model.windows):
         return ()
     groups = view.caches.groups or (0,) * len(view.caches.layers)
-    own = tuple(model.windows[view.groups[group]] for group in groups)
+    return _of_all_stages(tuple(model.windows[view.groups[group]] for group in groups))
+
+
+def _of_all_stages(own: tuple[Number, ...]) -> tuple[Number, ...]:
+    """What each stage knows of its own layers, which the stages tell each other, in the order of layers."""
+    from vllm.distributed.parallel_state import get_pp_group
+
     stages = get_pp_group()
     told = [stages.broadcast_object(own, src=stage) for stage in range(stages.world_size)]
-    return tuple(window for stage in told for window in stage)
+    return tuple(number for stage in told for number in stage)
 
 
 def refuse_unsupported(config: "VllmConfig") -> None:
@@ -178,8 +186,7 @@ def refuse_unsupported(config: "VllmConfig") -> None:
         raise CallerError(
             f"FerryConnector does not carry engines on several hosts: nnodes={parallel.nnodes}, supported is 1"
         )
-    if (dtype := str(config.cache_config.cache_dtype)) not in ("auto", "bfloat16", "float16", "float32"):
-        raise CallerError(f"FerryConnector does not carry quantised caches: kv_cache_dtype={dtype}, supported is auto")
+    refuse_packed(config.cache_config)
     _refuse_buffer(config)
 
 

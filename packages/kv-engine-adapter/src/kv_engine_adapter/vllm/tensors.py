@@ -1,6 +1,6 @@
 """vLLM's cache tensors as our planes.
 
-In:  the tensors of `register_kv_caches`, what is kept of a token, our share of the model.
+In:  the tensors of `register_kv_caches`, what is kept of a token, our share of the model; of codes what they are.
 Out: `EngineCaches`: the planes, how a block lies in memory, and how the scheduler's block ids map to the tensors'.
 Law: views only. A tensor whose axes cannot be told for certain is refused with its shape and what was expected.
 
@@ -28,6 +28,7 @@ from kv_transfer.pools import PagedCaches, dtype_name, planes_of
 if TYPE_CHECKING:
     import torch
 
+    from kv_engine_adapter.vllm.codes import Codes
     from kv_engine_adapter.vllm.groups import ModelCaches
 
 
@@ -68,8 +69,10 @@ class _Reading:
     tile: str = PLAIN
 
 
-def engine_caches(kv_caches: Mapping[str, "torch.Tensor"], model: "ModelCaches", share: Share) -> EngineCaches:
-    """The planes of all layers of `share`.
+def engine_caches(
+    kv_caches: Mapping[str, "torch.Tensor"], model: "ModelCaches", share: Share, codes: "Codes | None" = None
+) -> EngineCaches:
+    """The planes of all layers of `share`; elements that are `codes` are seen as such.
 
     Raises `CallerError` if the tensors are not those of the share, or their axes cannot be told.
     """
@@ -86,7 +89,8 @@ def engine_caches(kv_caches: Mapping[str, "torch.Tensor"], model: "ModelCaches",
     if sorted(by_layer) != list(share.layers):
         raise CallerError(f"the engine registered layers {sorted(by_layer)}, this rank holds layers {share.layers}")
     tensors = [by_layer[layer] for layer in sorted(by_layer)]
-    reading = _reading_of(tensors[0], model)
+    reading = _reading_of(tensors[0], model, codes.computed_in if codes else tensors[0].dtype)
+    tensors = [codes.view_of(tensor) for tensor in tensors] if codes else tensors
     planes = [planes_of(tensor, reading.axes, **reading.sizes) for tensor in tensors]
     held = tuple(sorted(set(group_of.values())))
     groups = [held.index(group_of[layer]) for layer in share.layers] if len(held) > 1 else ()
@@ -95,13 +99,13 @@ def engine_caches(kv_caches: Mapping[str, "torch.Tensor"], model: "ModelCaches",
     return EngineCaches(caches, dtype_name(tensors[0]), caches.layout, ratio, held)
 
 
-def _reading_of(tensor: "torch.Tensor", spec: "ModelCaches") -> _Reading:
+def _reading_of(tensor: "torch.Tensor", spec: "ModelCaches", computed_in: "torch.dtype") -> _Reading:
     heads, size = spec.num_kv_heads, spec.head_size
     shape = tuple(tensor.shape)
     if spec.is_latent:
         return _latent(tensor, spec)
     if tensor.ndim == 4 and shape[1] == heads and shape[3] == 2 * size:
-        return _packed(tensor, spec, shape[2])
+        return _packed(tensor, spec, shape[2], computed_in)
     if tensor.ndim == 5 and (shape[1], *shape[3:]) == (2, heads, size):
         return _Reading("BCTHD", {}, _tokens(shape[2], spec))
     if tensor.ndim == 5 and (shape[0], *shape[3:]) == (2, heads, size):
@@ -123,19 +127,20 @@ def _latent(tensor: "torch.Tensor", spec: "ModelCaches") -> _Reading:
     )
 
 
-def _packed(tensor: "torch.Tensor", spec: "ModelCaches", tokens: int) -> _Reading:
+def _packed(tensor: "torch.Tensor", spec: "ModelCaches", tokens: int, computed_in: "torch.dtype") -> _Reading:
     tokens = _tokens(tokens, spec)
     if tensor.device.type != "cpu":
         return _Reading("BHT(CD)", {"C": 2, "D": spec.head_size}, tokens)
-    if (isa := _cpu_isa(tensor, spec, tokens)) in ("vec", "vec16"):
+    if (isa := _cpu_isa(computed_in, spec, tokens)) in ("vec", "vec16"):
         return _Reading("BH(CDT) BH(CTD)", {"C": 2, "D": spec.head_size, "T": tokens}, tokens)
     return _Reading("BH(CD)", {"C": 2}, tokens, tile=f"vllm-cpu-{isa}")
 
 
-def _cpu_isa(tensor: "torch.Tensor", spec: "ModelCaches", tokens: int) -> str:
+def _cpu_isa(computed_in: "torch.dtype", spec: "ModelCaches", tokens: int) -> str:
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    return str(_get_attn_isa(tensor.dtype, tokens, spec.head_size))
+    # Why not the type of the cache: vLLM asks with the model's, also where the cache holds codes.
+    return str(_get_attn_isa(computed_in, tokens, spec.head_size))
 
 
 def _tokens(tokens: int, spec: "ModelCaches") -> int:
