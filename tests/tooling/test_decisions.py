@@ -19,6 +19,8 @@ PAGES = {
     + [f"BR-{number}" for number in (20, *range(22, 30))],
     "peer-refusals": [str(number) for number in range(1, 44)],
 }
+CORE_REPORTS = (1, 2, 4, 6, 7, 9, 10, 12, 14, 17, 18, 19)
+"""Public bug reports that concern the cache manager, by their BR numbers."""
 FOLDERS = {
     "core-defects": ("tests/core", ""),
     "transfer-defects": ("tests/transfer", "test_defects.py"),
@@ -57,6 +59,12 @@ def test_the_proofs_of_a_defect_exist(page, defect, cell):
     for path, function in named:
         defined = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
         assert function in defined, f"{defect}: no {function} in {path.name}"
+
+
+@pytest.mark.parametrize("report", CORE_REPORTS)
+def test_every_bug_report_about_the_manager_has_its_test(report):
+    functions = re.findall(r"^def test_br_(\d+)_", (ROOT / "tests/core/test_bug_reports.py").read_text(), re.MULTILINE)
+    assert f"{report:02}" in functions
 
 
 def test_every_test_of_a_refusal_is_named_in_its_row():
