@@ -46,6 +46,7 @@ def step(scheduler, num_computed=None, num_scheduled=0, blocks=(), *, preempted=
     """One step of the engine, with its orders."""
     scheduled = [] if num_computed is None else [ScheduledRequest(P, num_computed, num_scheduled, blocks)]
     scheduler.early.stepped(scheduled, preempted, may_load=may_load)
+    scheduler.early.check()
     return scheduler.take_orders()
 
 

@@ -154,6 +154,7 @@ class Engine:
     def compute(self, request, num_tokens):
         assert self.manager.allocate_slots(request, num_tokens) is not None
         self.windows.keep()
+        self.windows.check()
         request.num_computed_tokens += num_tokens
 
     def finish(self, request):
@@ -163,6 +164,7 @@ class Engine:
         self.manager.remove_skipped_blocks(request.request_id, request.num_computed_tokens)
         tables = block_tables(self.manager.get_block_ids(request.request_id))
         self.manager.free(request)
+        self.windows.check()
         return tables
 
 
@@ -244,6 +246,30 @@ def test_a_request_that_is_preempted_and_begins_anew_in_one_step_is_watched():
     engine.windows.keep(["r"])
     engine.compute(request, 33)
     assert engine.windows.completed("r", 33, engine.finish(request)) is not None
+
+
+def test_a_broken_law_of_what_is_kept_is_named():
+    engine = Engine(spec("FullAttentionSpec"), spec("SlidingWindowSpec", **WINDOW))
+    request = request_of(33)
+    engine.windows.watch("r", 33)
+    engine.compute(request, 33)
+    kept = engine.windows._watched["r"].blocks
+    place, block = next(iter(kept.items()))
+    kept[place] = engine.manager.block_pool.null_block
+    with pytest.raises(AssertionError, match="what is kept is a block"):
+        engine.windows.check()
+    del kept[place]
+    with pytest.raises(AssertionError, match="the whole last window is kept, and no more"):
+        engine.windows.check()
+    kept[place] = block
+    engine.windows.check()
+    engine.manager.free(request)
+    engine.manager.block_pool.free_blocks([block])
+    with pytest.raises(AssertionError, match="what is kept is not free"):
+        engine.windows.check()
+    engine.windows.bind(None)
+    with pytest.raises(AssertionError, match="only what a manager gave is kept"):
+        engine.windows.check()
 
 
 def test_nothing_is_watched_without_windows():

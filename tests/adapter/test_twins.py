@@ -41,6 +41,7 @@ def test_drawn_loads_agree_with_a_list_of_them():
         asked = RequestId(str(dice.randrange(5)))
         assert twins.is_loading(prompt, asked) == any(other != asked for other, theirs in loading if theirs == prompt)
         assert len(twins) == len({theirs for _, theirs in loading})
+        twins.check()
 
 
 def test_a_call_keeps_its_id_while_it_is_asked_for():

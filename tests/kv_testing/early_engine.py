@@ -300,6 +300,8 @@ class EarlyEngine:
             if found != wanted:
                 raise Broken(f"after {after}: offer={offer.request_id}, found={found}, computed={computed}")
             self.num_read += computed if offer.num_computed is not None else 0
+        self.scheduler.early.check()
+        self.transceiver.offering.check()
         self.transceiver.sender.book.check()
         self.door.book.check()
 

@@ -37,10 +37,12 @@ class RankGrowth:
         offer = Offer(transfer_id, request_id, prompt_key, tables, 0)
         self._rank.copier.begin(self._full)
         self._rank.core.sender.offer(offer, None, self._book.open(offer))
+        self._book.check()
 
     def advance(self, request_id: RequestId, num_computed: int) -> None:
         tables = self._tables(num_computed)
         self._book.advance(request_id, num_computed, tables)
+        self._book.check()
         self._rank.copier.fill(self._full, self._transfer, Span(self._num_computed, num_computed))
         self._num_computed = num_computed
         self._rank.core.sender.advance(request_id, num_computed, tables, None)

@@ -201,6 +201,18 @@ class EarlyOffers:
             self._ended.add(request_id)
             self._door.withdraw_offer(request_id, "aborted")
 
+    def check(self) -> None:
+        """Proves the invariants; for tests."""
+        assert self._terms is not None or not (self._early or self.has_orders), "law: without terms nothing is early"
+        both = self._ended & self._early.keys()
+        assert not both, f"law: what has ended is not early: {both}"
+        revoked = {each.request_id for each in self._abandoned}
+        for name, early in self._early.items():
+            assert 0 <= early.told <= early.num_tokens, f"law: what is told is of the prompt: {name}, {early.told}"
+            if not early.is_given_up:
+                assert early.told <= early.computed_by_step, f"law: what is told is computed: {name}, {early}"
+                assert name not in revoked, f"law: what workers are told to end is given up: {name}"
+
 
 def _may_be_early(request: RequestView) -> bool:
     """Whether it is a prefill. A request that is loaded ends as one, and is never offered."""

@@ -31,6 +31,10 @@ class Twins:
         loading = self._loading.get(prompt_key) if prompt_key is not None else None
         return loading is not None and (len(loading) > 1 or besides not in loading)
 
+    def check(self) -> None:
+        """Proves the invariants; for tests."""
+        assert all(self._loading.values()), "law: a prompt that is loading has a request that loads it"
+
     def __len__(self) -> int:
         """Prompts that are being loaded."""
         return len(self._loading)

@@ -88,6 +88,9 @@ class GrowingBook:
     def __contains__(self, request_id: RequestId) -> bool:
         return request_id in self._growing
 
+    def __len__(self) -> int:
+        return len(self._growing)
+
     def open(self, offer: Offer) -> Standing:
         """One more, which may be complete already."""
         standing = Standing()
@@ -123,6 +126,17 @@ class GrowingBook:
     def length(self, request_id: RequestId) -> int:
         """Tokens of the prompt."""
         return self._known(request_id).offer.num_tokens
+
+    def check(self) -> None:
+        """Proves the invariants; for tests."""
+        for request_id, known in self._growing.items():
+            first, most, name = known.offer.num_computed, known.offer.num_tokens, known.offer.request_id
+            assert name == request_id, f"law: an offer is kept under its request: {name}, {request_id}"
+            assert not known.standing.ended, f"law: what grows stands: {request_id}, {known.standing.ended}"
+            assert first is not None, f"law: what is computed when it is offered does not grow: {request_id}"
+            assert first <= known.num_computed <= most, f"law: progress is of the prompt, and forward: {request_id}"
+            for old, new in zip(known.offer.tables.by_group, known.by_group, strict=True):
+                assert tuple(new[: len(old)]) == tuple(old), f"law: an entry once given never changes: {request_id}"
 
     def _known(self, request_id: RequestId) -> _Growing:
         if request_id not in self._growing:

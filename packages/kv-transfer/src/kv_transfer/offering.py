@@ -104,6 +104,15 @@ class Offering:
         self._settled.discard(request_id)
         self._unopened.discard(request_id)
 
+    def check(self) -> None:
+        """Proves the invariants; for tests."""
+        self.growing.check()
+        offered = self._offered.keys()
+        assert len(self.growing) == sum(each in self.growing for each in offered), "law: what grows is offered"
+        assert self._settled <= offered, f"law: what is settled is still offered: {self._settled - offered}"
+        assert self._unopened <= offered, f"law: what was kept from the sender is offered: {self._unopened - offered}"
+        assert self._abandoned.isdisjoint(offered), f"law: what was abandoned is over: {self._abandoned & offered}"
+
     def _end(self, request_id: RequestId) -> None:
         """Sent, although it never reached the sender."""
         self._unopened.discard(request_id)

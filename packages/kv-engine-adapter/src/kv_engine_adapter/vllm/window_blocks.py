@@ -90,6 +90,17 @@ class WindowBlocks:
             assert self._manager is not None, "law: only what a manager gave is kept"
             self._manager.block_pool.free_blocks(watched.blocks.values())
 
+    def check(self) -> None:
+        """Proves the invariants; for tests."""
+        assert self._manager is not None or not self._watched, "law: only what a manager gave is kept"
+        for request_id, watched in self._watched.items():
+            if watched.blocks:
+                places = set(self._last_window(watched.num_prompt_tokens))
+                assert watched.blocks.keys() == places, f"law: the whole last window is kept, and no more: {request_id}"
+            for block in watched.blocks.values():
+                assert not block.is_null, f"law: what is kept is a block: {request_id}"
+                assert block.ref_cnt > 0, f"law: what is kept is not free: {request_id}, block {block.block_id}"
+
     def _keep(self, request_id: str, watched: _Watched) -> None:
         assert self._manager is not None, "law: nothing is watched without a manager"
         tables = self._manager.get_blocks(request_id).blocks
