@@ -93,10 +93,8 @@ def test_a_load_names_the_slots_that_were_filled(clock):
     assert isinstance(load, LoadTokens)
     assert (load.request_id, load.tokens, load.slots) == ("b", Span(32, 99), saved.slots[1:])
     assert tiers.take_orders().jobs == ()
-    assert tiers.has_work()
     answer(tiers, (load.job, 99))
     tiers.loads_over(["b", "someone else's"])
-    assert not tiers.has_work()
     tiers.check()
 
 
@@ -104,10 +102,13 @@ def test_nothing_is_found_before_every_rank_has_copied_it(clock):
     tiers = make(clock, num_ranks=2)
     job = tiers.finished(request("a", 65), 64, table(64))
     assert tiers.num_tokens(request("b", 65), 0) == 0
+    assert len(tiers.take_orders().jobs) == 1
     assert answer(tiers, (job, 64)) == []
     assert tiers.num_tokens(request("c", 65), 0) == 0
+    assert tiers.has_work()
     assert answer(tiers, (job, 64)) == [job]
     assert tiers.num_tokens(request("d", 65), 0) == 64
+    assert not tiers.has_work()
 
 
 @pytest.mark.parametrize("told", [(0, 64), (64, 0)])
@@ -317,8 +318,11 @@ def test_nobody_waits_for_a_disk_that_hangs(clock, is_found):
     clock.now += 0.2
     assert tiers.num_tokens(asked, 0) == 0
     assert tiers.counts["disk_late"] == 1
+    assert tiers.num_tokens(request("b", 101, first=1), 0) == 0, "the disk still hangs"
+    assert tiers.take_orders().jobs == ()
     answer(tiers, (late.job, 100))
     assert tiers.take_orders().jobs == ()
+    find(tiers, request("c", 101, first=2))
     tiers.check()
 
 
@@ -349,6 +353,7 @@ def test_what_is_kept_is_written_through_with_its_wishes(clock):
     assert write.wishes == (Wish(Span(0, 32), 90, 60_000), Wish(Span(32, 100), 35))
     assert answer(tiers, (job, 100)) == [job]
     assert tiers.num_tokens(request("b", 101), 0) == 100
+    assert not tiers.has_work(), "an idle engine does not step for a disk"
     assert tiers.gauges()["tier_slots_held"] == 4
     answer(tiers, (write.job, 100))
     assert tiers.gauges()["tier_slots_held"] == 0

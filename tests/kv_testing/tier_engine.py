@@ -157,7 +157,7 @@ class TierEngine:
         for _ in range(num_steps):
             self._clients()
             self._step()
-        while self.waiting or self.running or self.loading or self.tiers.has_work():
+        while self.waiting or self.running or self.loading or self.tiers.gauges()["tier_jobs"]:
             self.now += 0.5
             self._step(patient=False)
         self.tiers.check()

@@ -1,6 +1,6 @@
 """Writes docs/settings.md: every key of `kv_connector_extra_config`, from the classes that read them.
 
-In:  `TransferConfig` and `FerryConfig`: fields, defaults, ranges, and the words below each field in their source.
+In:  `FerryConfig`, `TierConfig` and `TransferConfig`: fields, defaults, ranges, and the words below each field.
 Out: the page.
 Law: the page is what this prints, and a test compares. A setting without words, or without a side, is an error.
 
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kv_engine_adapter.config import FerryConfig
+from kv_engine_adapter.tier_config import TierConfig
 from kv_transfer.config import RANGES, TransferConfig
 
 FILE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
@@ -55,8 +56,8 @@ class Setting:
 
 def settings() -> list[Setting]:
     """All of them, in the order of the classes."""
-    own = [each for each in _settings_of(FerryConfig) if each.key != "transfer"]
-    return [*own, *_settings_of(TransferConfig)]
+    own = [each for each in _settings_of(FerryConfig) if each.key not in ("transfer", "tier")]
+    return [*own, *_settings_of(TierConfig), *_settings_of(TransferConfig)]
 
 
 def _settings_of(kind: type) -> Iterator[Setting]:

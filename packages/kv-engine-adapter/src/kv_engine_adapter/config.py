@@ -7,13 +7,14 @@ Law: a key we do not know, a wrong type or a value out of range is refused at st
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from kv_core.errors import CallerError
 from kv_engine_adapter.known_peers import LOOPBACK, KnownPeers
+from kv_engine_adapter.tier_config import TierConfig
 from kv_transfer.config import TransferConfig
 
 
@@ -30,6 +31,8 @@ class FerryConfig:
     """Directory of fault orders for tests; never set it in production."""
     convert_elements: bool = False
     """Convert between the element types of two engines' caches, where the other one asks for it too."""
+    tier: TierConfig = field(default_factory=TierConfig)
+    """Host and disk tiers (see `tier_config`)."""
 
 
 _OWN = ("peers", "test_hooks_dir", "convert_elements")
@@ -37,14 +40,14 @@ _OWN = ("peers", "test_hooks_dir", "convert_elements")
 
 def ferry_config(extra: Mapping[str, object]) -> FerryConfig:
     """Read the mapping; `CallerError` names what is wrong with which key."""
-    transfer_keys = {field.name for field in dataclasses.fields(TransferConfig)}
-    unknown = sorted(set(extra) - transfer_keys - set(_OWN))
+    transfer_keys, tier_keys = (_keys_of(kind) for kind in (TransferConfig, TierConfig))
+    known_keys = transfer_keys | tier_keys | set(_OWN)
+    unknown = sorted(set(extra) - known_keys)
     if unknown:
-        raise CallerError(
-            f"kv_connector_extra_config: unknown keys {unknown}; known are {sorted(transfer_keys | set(_OWN))}"
-        )
+        raise CallerError(f"kv_connector_extra_config: unknown keys {unknown}; known are {sorted(known_keys)}")
     try:
         transfer = msgspec.convert({key: extra[key] for key in extra if key in transfer_keys}, TransferConfig)
+        tier = msgspec.convert({key: extra[key] for key in extra if key in tier_keys}, TierConfig)
         entries = msgspec.convert(extra.get("peers", list(LOOPBACK)), list[str])
         hooks = msgspec.convert(extra.get("test_hooks_dir"), str | None)
         converts = msgspec.convert(extra.get("convert_elements", False), bool)
@@ -55,4 +58,8 @@ def ferry_config(extra: Mapping[str, object]) -> FerryConfig:
             "kv_connector_extra_config: own_blocks=True, but the blocks are the engine's: only False is safe"
         )
     known = KnownPeers.of([*entries, transfer.call_host])
-    return FerryConfig(transfer, known, None if hooks is None else Path(hooks), converts)
+    return FerryConfig(transfer, known, None if hooks is None else Path(hooks), converts, tier)
+
+
+def _keys_of(kind: type) -> set[str]:
+    return {each.name for each in dataclasses.fields(kind)}

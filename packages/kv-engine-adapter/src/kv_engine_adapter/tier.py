@@ -44,6 +44,7 @@ class PrefixTiers:
         self._questions: dict[RequestId, Question] = {}
         self._wishes: dict[RequestId, RetentionConfig | None] = {}
         self._loading: dict[RequestId, tuple[int, ...]] = {}
+        self._copying: set[JobId] = set()
         self._freed: list[JobId] = []
         self._is_resetting = False
 
@@ -91,6 +92,10 @@ class PrefixTiers:
                 self.counts["loads_failed"] += 1
                 self._slots.lose(slots)
 
+    def forget(self, request_id: RequestId) -> None:
+        """It will have its tokens from elsewhere."""
+        self._drop(request_id)
+
     # -- a request that ends -------------------------------------------------------------------------------------
 
     def finished(self, request: CachedRequest, num_filled: int, tables: Tables) -> JobId | None:
@@ -126,10 +131,12 @@ class PrefixTiers:
     def _copy(self, kept: Kept, tokens: Span, tables: Tables, write: WriteToDisk | None) -> JobId:
         job = self._jobs.new(lambda num_tokens: self._saved(job, kept, num_tokens, is_written=write is not None))
         first = tokens.start // self._terms.tokens_per_block
+        self._copying.add(job)
         self._jobs.order(SaveBlocks(job, tokens, kept.slots[first:], tables, self._terms.copy_within_s, write))
         return job
 
     def _saved(self, job: JobId, kept: Kept, num_tokens: int, *, is_written: bool) -> None:
+        self._copying.remove(job)
         self._freed.append(job)
         num_saved = num_tokens if num_tokens == kept.num_tokens else 0
         self.counts["saves" if num_saved else "saves_failed"] += 1
@@ -156,8 +163,11 @@ class PrefixTiers:
         return freed
 
     def has_work(self) -> bool:
-        """Whether the engine should go on stepping without requests, so that orders are given and ends are seen."""
-        return len(self._jobs) > 0
+        """Whether the engine should go on stepping without requests, so that orders are given and blocks come free.
+
+        Not for the disk, which may hang.
+        """
+        return self._jobs.has_orders or bool(self._copying)
 
     def reset(self) -> None:
         """Forget all that was kept, at once; host slots are used again when the jobs now open have ended.

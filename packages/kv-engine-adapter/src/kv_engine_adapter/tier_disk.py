@@ -11,15 +11,18 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Final
 
 from kv_core.keys import Scope
 from kv_core.retention import DEFAULT_PRIORITY, RetentionConfig
 from kv_core.spans import Span
 from kv_core.token_log import packed
 from kv_engine_adapter.tier_jobs import Jobs
-from kv_engine_adapter.tier_orders import FetchFromDisk, FindOnDisk, Prefix, Wish, WriteToDisk
+from kv_engine_adapter.tier_orders import FetchFromDisk, FindOnDisk, JobId, Prefix, Wish, WriteToDisk
 from kv_engine_adapter.tier_slots import Found, HostSlots, Kept, scope_within
 from kv_engine_adapter.tier_terms import TierTerms
+
+NO_JOB: Final = JobId(-1)
 
 
 class Stage(enum.Enum):
@@ -40,6 +43,7 @@ class Question:
     retention: RetentionConfig | None
     found: Found
     stage: Stage = Stage.UNASKED
+    job: JobId = NO_JOB
     deadline: float = 0.0
     answer: Span = field(default=Span(0, 0))
     """What the engine was last told it can have."""
@@ -58,6 +62,7 @@ class DiskTier:
         self._clock = clock
         self._num_writing = 0
         self._secret = ""
+        self._late: set[JobId] = set()
 
     @property
     def num_writing(self) -> int:
@@ -74,15 +79,21 @@ class DiskTier:
             if self._clock() < question.deadline:
                 return True
             self._counts["disk_late"] += 1
+            self._late.add(question.job)
             question.stage = Stage.OVER
         if question.stage is Stage.OVER or not self._terms.has_disk:
+            return False
+        if self._late:
+            # Why: each prompt would wait, one after the other, as long as the disk hangs.
+            self._counts["disk_skipped"] += 1
+            question.stage = Stage.OVER
             return False
         num_more = len(question.tokens) - max(num_computed, question.found.num_tokens)
         if not self._terms.pays(num_more, from_disk=True):
             question.stage = Stage.OVER
             return False
         question.stage, question.deadline = Stage.FINDING, self._clock() + self._terms.disk_wait_s
-        job = self._jobs.new(partial(self._told, question))
+        question.job = job = self._jobs.new(partial(self._told, question))
         self._jobs.order(FindOnDisk(job, self._prefix(question.tokens, question.scope), self._terms.disk_wait_s))
         return True
 
@@ -102,6 +113,7 @@ class DiskTier:
 
     def _told(self, question: Question, num_tokens: int) -> None:
         """The disk holds so many tokens; if they pay, host slots are filled with them."""
+        self._late.discard(question.job)
         if question.stage is not Stage.FINDING:
             return
         question.stage = Stage.OVER
@@ -115,13 +127,14 @@ class DiskTier:
             return
         self._slots.pin(kept)
         span = self._terms.from_block(found.num_tokens, len(tokens))
-        job = self._jobs.new(partial(self._fetched, question, kept, span))
+        question.job = job = self._jobs.new(partial(self._fetched, question, kept, span))
         prefix = self._prefix(question.tokens, question.scope)
         within_s = max(0.0, question.deadline - self._clock())
         self._jobs.order(FetchFromDisk(job, prefix, span, kept.slots, within_s))
         question.stage = Stage.FETCHING
 
     def _fetched(self, question: Question, kept: Kept, wanted: Span, num_tokens: int) -> None:
+        self._late.discard(question.job)
         self._counts["fetched_tokens"] += max(0, num_tokens - wanted.start)
         self._counts["fetches_short"] += num_tokens < wanted.stop
         self._slots.release(kept, num_tokens if num_tokens > wanted.start else 0)

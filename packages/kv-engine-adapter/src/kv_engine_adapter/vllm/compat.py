@@ -8,6 +8,8 @@ __all__ = [
     "CONNECTOR_BASES",
     "REPORTS_FAILED_REQUESTS",
     "TELLS_PREEMPTED",
+    "TELLS_WORKER_METADATA",
+    "WORKER_METADATA",
     "TransferResults",
     "may_load",
     "num_in_flight",
@@ -49,6 +51,12 @@ CONNECTOR_BASES: tuple[type, ...] = (
     (_base.KVConnectorBase_V1, _base.SupportsHMA) if REPORTS_FAILED_REQUESTS else (_base.KVConnectorBase_V1,)
 )
 
+
+WORKER_METADATA: type = getattr(_base, "KVConnectorWorkerMetadata", object)
+"""What workers tell the scheduler's half in each step; a stand-in where they cannot."""
+
+TELLS_WORKER_METADATA = WORKER_METADATA is not object
+"""Whether they can."""
 
 TELLS_PREEMPTED = "preempted_req_ids" in SchedulerOutput.__dataclass_fields__
 """Whether a step says whose blocks were taken back: else a prompt may not be read while it is computed."""

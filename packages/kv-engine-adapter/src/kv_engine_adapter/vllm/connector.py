@@ -5,7 +5,7 @@ Law: this class only delegates. What vLLM may call before any instance exists (c
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -16,8 +16,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kv_core.errors import CallerError
 from kv_engine_adapter.orders import StepOrders
+from kv_engine_adapter.tier_orders import Answer, TierOrders, tallied
 from kv_engine_adapter.vllm import compat, setup
 from kv_engine_adapter.vllm.stats import FerryPromMetrics, FerryStats, own_report
+from kv_engine_adapter.vllm.tiers import SchedulerTiers, TierMetadata
 from kv_engine_adapter.vllm.translate import RequestView, block_tables, scheduled_requests
 from kv_engine_adapter.vllm.window_blocks import WindowBlocks
 
@@ -33,7 +35,8 @@ if TYPE_CHECKING:
 
     from kv_core.ids import Incarnation
     from kv_engine_adapter.scheduler import FerryScheduler
-    from kv_engine_adapter.worker import FerryWorker
+    from kv_engine_adapter.tier_worker import TierWorker
+    from kv_engine_adapter.worker import Ended, FerryWorker
     from kv_transfer.protocol.messages import RankCard
 
 logger = logging.getLogger(__name__)
@@ -44,6 +47,7 @@ class FerryMetadata(KVConnectorMetadata):
     """One step's orders, in the envelope vLLM carries."""
 
     orders: StepOrders
+    tiers: TierOrders = field(default_factory=TierOrders)
 
 
 @dataclass
@@ -74,9 +78,14 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
             )  # fmt: skip
         self._scheduler: FerryScheduler | None = None
         self._worker: FerryWorker | None = None
+        self._tiers: SchedulerTiers | None = None
+        self._tier_worker: TierWorker | None = None
+        self._tier_answers: tuple[Answer, ...] = ()
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler_setup = setup.SchedulerSetup(vllm_config, kv_cache_config)
             self._windows = WindowBlocks(self._scheduler_setup.model)
+            terms = self._scheduler_setup.tier_terms
+            self._tiers = None if terms is None else SchedulerTiers(terms)
         else:
             self._worker_setup = setup.WorkerSetup(vllm_config, kv_cache_config)
 
@@ -95,6 +104,8 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         self._windows.bind(kv_cache_manager)
+        if self._tiers is not None:
+            self._tiers.bind(kv_cache_manager)
 
     def on_new_request(self, request: "Request") -> None:
         # Versions of vLLM without this hook tell of a request when its turn comes.
@@ -103,14 +114,21 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
         self._scheduling.early.announced(view)
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        wanted = self._scheduling.num_external_tokens(RequestView(request), num_computed_tokens)
+        view = RequestView(request)
+        wanted = self._scheduling.num_external_tokens(view, num_computed_tokens)
+        if self._tiers is not None and wanted == 0:
+            wanted = self._tiers.prefixes.num_tokens(view, num_computed_tokens)
+        elif self._tiers is not None:
+            self._tiers.prefixes.forget(view.request_id)
         return wanted, bool(wanted)
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         view = RequestView(request)
         if view.is_prefill:
             self._windows.watch(view.request_id, view.num_prompt_tokens)
-        self._scheduling.allocated(view, block_tables(blocks.get_block_ids()), num_external_tokens)
+        tables = block_tables(blocks.get_block_ids())
+        if self._tiers is None or not self._tiers.prefixes.allocated(view.request_id, tables, num_external_tokens):
+            self._scheduling.allocated(view, tables, num_external_tokens)
         self._scheduling.early.announced(view)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
@@ -119,7 +137,8 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
         early = self._scheduling.early
         scheduled = scheduled_requests(scheduler_output, early) if early else ()
         early.stepped(scheduled, preempted, may_load=compat.may_load(scheduler_output))
-        return FerryMetadata(self._scheduling.take_orders())
+        tiers = TierOrders() if self._tiers is None else self._tiers.prefixes.take_orders()
+        return FerryMetadata(self._scheduling.take_orders(), tiers)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         failed = getattr(connector_output, "failed_recving", None) or ()
@@ -129,10 +148,23 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
         self._scheduling.sends_over(connector_output.finished_sending or ())
         for request_id in connector_output.finished_sending or ():
             self._windows.forget(request_id)
+        if self._tiers is not None:
+            self._tiers.update(connector_output)
         self._scheduling.workers_report(own_report(connector_output.kv_connector_stats)["gauges"])
 
     def has_pending_push_work(self) -> bool:
+        if self._tiers is not None and self._tiers.prefixes.has_work():
+            return True
         return self._scheduler is not None and self._scheduler.has_work()
+
+    def has_pending_block_frees(self) -> bool:
+        return self._tiers is not None and self._tiers.has_pending_frees
+
+    def reset_cache(self) -> bool | None:
+        if self._tiers is None:
+            return None
+        self._tiers.prefixes.reset()
+        return True
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -149,6 +181,8 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
         keeps, params = self._scheduling.finished(view, full or tables, complete=full is not None)
         if not keeps:
             self._windows.forget(view.request_id)
+        if self._tiers is not None:
+            self._tiers.finished(request, tables)
         return keeps, params
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
@@ -169,7 +203,7 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
     # -- worker side ---------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
-        self._worker, self._incarnation = self._worker_setup.start(kv_caches)
+        self._worker, self._incarnation, self._tier_worker = self._worker_setup.start(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return None if self._worker is None else FerryHandshake(self._worker.card, self._incarnation, self._worker)
@@ -184,6 +218,8 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
         metadata = self._connector_metadata
         if isinstance(metadata, FerryMetadata):
             self._working.run(metadata.orders)
+            if self._tier_worker is not None:
+                self._tier_worker.run(metadata.tiers)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads end between steps, so there is nothing to wait for inside one."""
@@ -195,12 +231,25 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
         """See `save_kv_layer`."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> compat.TransferResults:
-        done = self._working.poll()
+        done = self._poll()
         return compat.TransferResults(done.sent, done.received, done.failed)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        done = self._working.poll()
+        done = self._poll()
         return done.sent or None, done.received or None
+
+    def _poll(self) -> "Ended":
+        done = self._working.poll()
+        if self._tier_worker is not None:
+            tiers = self._tier_worker.poll()
+            done.received.update(tiers.received)
+            done.failed.update(tiers.failed)
+            self._tier_answers += tiers.answers
+        return done
+
+    def build_connector_worker_meta(self) -> TierMetadata | None:
+        answers, self._tier_answers = self._tier_answers, ()
+        return TierMetadata(tallied(answers)) if answers else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         # Versions that are told failed requests by id must not be told of the blocks as well.
@@ -228,6 +277,6 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
         return FerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        for half in (self._worker, self._scheduler):
+        for half in (self._tier_worker, self._worker, self._scheduler):
             if half is not None:
                 half.close()

@@ -69,7 +69,7 @@ def model_caches(kv_cache_config: "KVCacheConfig", *, can_fail_requests: bool) -
     first bad one on, though a window before that is gone.
     """
     groups = kv_cache_config.kv_cache_groups
-    specs = [_spec_of(group.kv_cache_spec) for group in groups]
+    specs = [spec_of(group.kv_cache_spec) for group in groups]
     _check_kinds([type(spec).__name__ for spec in specs])
     for spec in specs:
         _check_plain(spec)
@@ -91,7 +91,7 @@ def model_caches(kv_cache_config: "KVCacheConfig", *, can_fail_requests: bool) -
     )
 
 
-def _spec_of(spec: "KVCacheSpec") -> "AttentionSpec":
+def spec_of(spec: "KVCacheSpec") -> "AttentionSpec":
     """The one specification of all layers of a group; vLLM keeps one a layer where they are kept alike but differ."""
     by_layer: Mapping[str, AttentionSpec] = getattr(spec, "kv_cache_specs", {"": spec})
     first, *others = by_layer.values()

@@ -25,7 +25,8 @@ from kv_engine_adapter.hooks import OrderedFaults
 from kv_engine_adapter.scheduler import FerryScheduler, Identity
 from kv_engine_adapter.vllm import compat, tensors, translate
 from kv_engine_adapter.vllm.codes import Codes, codes_of, refuse_packed
-from kv_engine_adapter.vllm.groups import ModelCaches, model_caches
+from kv_engine_adapter.vllm.groups import ModelCaches, model_caches, spec_of
+from kv_engine_adapter.vllm.tiers import tier_terms, tier_worker
 from kv_engine_adapter.worker import FerryWorker
 from kv_transfer.config import TransferConfig
 from kv_transfer.instance import InstanceDoor
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
+
+    from kv_engine_adapter.tier_worker import TierWorker
 
 logger = logging.getLogger(__name__)
 Number = TypeVar("Number", int, float)
@@ -50,6 +53,7 @@ class SchedulerSetup:
         refuse_unsupported(config)
         self._config = config
         self._ferry = ferry_config(_transfer_config(config).kv_connector_extra_config)
+        self.tier_terms = tier_terms(config, self._ferry.tier, self.model, _element_bytes(kv_cache_config))
 
     def start(
         self, cards: Sequence[RankCard], incarnation: Incarnation, workers: Sequence[FerryWorker] = ()
@@ -93,9 +97,10 @@ class WorkerSetup:
         self._model = _caches(kv_cache_config)
         self._config = config
         self._ferry = ferry_config(_transfer_config(config).kv_connector_extra_config)
+        self._tier_terms = tier_terms(config, self._ferry.tier, self._model, _element_bytes(kv_cache_config))
 
-    def start(self, kv_caches: Mapping[str, "torch.Tensor"]) -> tuple[FerryWorker, Incarnation]:
-        """Open this rank's door over its caches."""
+    def start(self, kv_caches: Mapping[str, "torch.Tensor"]) -> "tuple[FerryWorker, Incarnation, TierWorker | None]":
+        """Open this rank's door over its caches; and its tiers, if there are to be any."""
         from kv_transfer.agent.nixl import NixlConfig, nixl_agent
         from kv_transfer.direct.cuda_ipc import cuda_door
         from kv_transfer.transceiver import Transceiver
@@ -117,7 +122,8 @@ class WorkerSetup:
             None if hooks is None else OrderedFaults(hooks, state),
             cuda_door(view.caches),
         )
-        return FerryWorker(transceiver, view.kernel_tables, self._model.block_size), incarnation
+        tiers = None if self._tier_terms is None else tier_worker(self._ferry.tier, self._tier_terms, state, view)
+        return FerryWorker(transceiver, view.kernel_tables, self._model.block_size), incarnation, tiers
 
     def _state(self, view: tensors.EngineCaches, parallel: ParallelLayout, codes: Codes | None) -> CacheState:
         """What peers are told of the caches of all ranks."""
@@ -147,6 +153,10 @@ def log_like_vllm() -> None:
         if not ours.handlers:
             ours.handlers, ours.propagate = list(theirs.handlers), not theirs.handlers
             ours.setLevel(theirs.getEffectiveLevel())
+
+
+def _element_bytes(kv_cache_config: "KVCacheConfig") -> int:
+    return int(spec_of(kv_cache_config.kv_cache_groups[0].kv_cache_spec).dtype.itemsize)
 
 
 def _caches(kv_cache_config: "KVCacheConfig") -> ModelCaches:

@@ -76,14 +76,30 @@ class RequestView:
     def needs_every_token(self) -> bool:
         return bool(getattr(self.request, "skip_reading_prefix_cache", False))
 
-    def prompt_key(self) -> BlockKey | str:
-        tokens = self.request.prompt_token_ids
-        if tokens is None or getattr(self.request, "prompt_embeds", None) is not None:
+    @property
+    def num_tokens(self) -> int:
+        return int(self.request.num_tokens)
+
+    def all_tokens(self) -> Sequence[int]:
+        tokens: Sequence[int] = self.request.all_token_ids
+        return tokens
+
+    @property
+    def arguments(self) -> Mapping[str, object] | None:
+        found = getattr(self.request.sampling_params, "extra_args", None)
+        return found if isinstance(found, Mapping) else None
+
+    def scope(self) -> Scope | str:
+        if self.request.prompt_token_ids is None or getattr(self.request, "prompt_embeds", None) is not None:
             return "it has no token ids (embeddings)"
         if self.request.lora_request is not None:
             # Why: two engines know an adapter by its name alone, and one name may stand for different weights.
             return f"it uses the LoRA adapter {self.request.lora_request.lora_name!r}"
-        return prompt_key(tokens, _scope(self.request))
+        return _scope(self.request)
+
+    def prompt_key(self) -> BlockKey | str:
+        scope = self.scope()
+        return scope if isinstance(scope, str) else prompt_key(self.request.prompt_token_ids or (), scope)
 
 
 def scheduled_requests(output: "SchedulerOutput", wanted: Container[RequestId]) -> list[ScheduledRequest]:

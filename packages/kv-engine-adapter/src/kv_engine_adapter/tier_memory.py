@@ -1,0 +1,168 @@
+"""One rank's host slots: memory in which blocks lie in nobody's layout.
+
+In:  the rank's caches on the device and their block tables.
+Out: copies into slots and back, and the slots as `PagedCaches` for whoever reads or writes them as such.
+Law: a slot is one run of memory, [L, C, T, H, D], whatever the device's blocks look like: formatters lay it out, as if
+     the host were a peer with token-major blocks. With checksums, nothing is copied from a slot whose bytes have
+     changed since it was filled. On CUDA all is queued on a stream of its own, and the calling thread waits for it.
+
+Legend: S slots, L layers of the rank, C planes of a layer, T tokens of a slot, H heads of the rank, D head size.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import cast
+
+import msgspec
+import torch
+from torch import Tensor
+
+from kv_core.errors import CallerError
+from kv_core.ids import BlockId
+from kv_core.spans import Span
+from kv_engine_adapter.orders import Tables
+from kv_transfer.checksum import Summer
+from kv_transfer.formatter.select import formatter_for
+from kv_transfer.plan.cache_state import BlockLayout, CacheState
+from kv_transfer.plan.plan import Chunk, Piece
+from kv_transfer.plan.ranges import BlockRange, block_range
+from kv_transfer.pools import PagedCaches
+
+
+class Damaged(OSError):
+    """A slot does not hold what was written to it."""
+
+
+class HostMemory:
+    """The slots of one rank; copied by one thread, read and written by others as `caches`."""
+
+    def __init__(
+        self, state: CacheState, device: PagedCaches, tokens_per_slot: int, num_slots: int, *, verify: bool = False
+    ) -> None:
+        """CallerError for caches that cannot be cut into tokens, or whose layers have several block tables."""
+        if not state.layout.is_plain:
+            raise CallerError(f"the host tier keeps plain blocks: tile={state.layout.tile!r}")
+        if device.num_groups > 1 or any(state.windows):
+            raise CallerError("the host tier keeps models whose layers all see all tokens, with one block table")
+        self._device = device
+        self._tokens_per_slot = tokens_per_slot
+        self._formatter = formatter_for(msgspec.structs.replace(state, layout=BlockLayout("token_major")))
+        self._piece = Piece(device.layers, device.heads)
+        self._row_bytes = state.bytes_per_token_head
+        self._shape = (len(device.layers), device.num_planes, tokens_per_slot, len(device.heads))
+        self._stream = torch.cuda.Stream(device.planes[0].device) if self._is_cuda else None  # type: ignore[no-untyped-call]
+        self._rows = torch.empty(num_slots, self._slot_bytes, dtype=torch.uint8, pin_memory=self._is_cuda)
+        self.caches = self._as_caches(state)
+        """The slots as blocks, token major, of `tokens_per_slot` tokens."""
+        self._sums: dict[int, int] | None = {} if verify else None
+
+    @property
+    def _is_cuda(self) -> bool:
+        return bool(self._device.planes) and self._device.planes[0].is_cuda
+
+    @property
+    def _slot_bytes(self) -> int:
+        layers, planes, tokens, heads = self._shape
+        return layers * planes * tokens * heads * self._row_bytes
+
+    @property
+    def num_host_bytes(self) -> int:
+        return self._rows.numel()
+
+    def num_bytes(self, tokens: Span) -> int:
+        """Bytes of so many tokens on this rank."""
+        return len(tokens) * self._slot_bytes // self._tokens_per_slot
+
+    def fence(self) -> "torch.cuda.Event | None":
+        """What the calling thread has queued so far on the device; copies wait for it."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device.planes[0].device))
+        return event
+
+    def save(self, tokens: Span, slots: Sequence[int], tables: Tables, fence: "torch.cuda.Event | None") -> None:
+        """Fill slots with the blocks that hold these tokens, whole ones."""
+        if not self._device.planes:
+            return
+        with self._after(fence):
+            for slot, block in zip(slots, tokens.blocks(self._tokens_per_slot), strict=True):
+                chunk, blocks = self._chunk(self._tokens_of(block), tables)
+                row = self._rows[slot]
+                dense = row if self._stream is None else torch.empty_like(row, device=self._device.planes[0].device)
+                self._formatter.split(chunk, self._device, blocks, dense)
+                if dense is not row:
+                    row.copy_(dense, non_blocking=True)
+        self.filled(slots)
+
+    def filled(self, slots: Sequence[int]) -> None:
+        """Somebody has filled these slots."""
+        if self._sums is not None:
+            summer = Summer()
+            self._sums.update((slot, summer.checksum_now(self._rows[slot])) for slot in slots)
+
+    def load(self, tokens: Span, slots: Sequence[int], tables: Tables, fence: "torch.cuda.Event | None") -> None:
+        """Fill the blocks of these tokens, and nothing else, from slots; `Damaged` before anything is written."""
+        if not self._device.planes:
+            return
+        self._verify(slots)
+        with self._after(fence):
+            for slot, part in zip(slots, self._parts(tokens), strict=True):
+                chunk, blocks = self._chunk(part, tables)
+                dense = self._cut(slot, part)
+                self._formatter.concat(chunk, self._device, blocks, dense.to(self._device.planes[0].device))
+
+    def _verify(self, slots: Sequence[int]) -> None:
+        if self._sums is not None:
+            summer = Summer()
+            for slot in slots:
+                if (found := summer.checksum_now(self._rows[slot])) != self._sums.get(slot):
+                    raise Damaged(f"host slot {slot}: checksums differ: found={found}, wanted={self._sums.get(slot)}")
+
+    def _parts(self, tokens: Span) -> Iterator[Span]:
+        return (tokens & self._tokens_of(block) for block in tokens.blocks(self._tokens_per_slot))
+
+    def _tokens_of(self, block: int) -> Span:
+        return Span(block * self._tokens_per_slot, (block + 1) * self._tokens_per_slot)
+
+    def _chunk(self, tokens: Span, tables: Tables) -> tuple[Chunk, BlockRange]:
+        table = cast("Sequence[BlockId]", tables[0])
+        blocks = block_range(table, tokens, self._device.tokens_per_block)
+        return Chunk(0, self._piece, tokens, self.num_bytes(tokens)), blocks
+
+    def _cut(self, slot: int, tokens: Span) -> Tensor:
+        """The bytes of these tokens of one block."""
+        start = tokens.start % self._tokens_per_slot
+        row = self._rows[slot]
+        if len(tokens) == self._tokens_per_slot:
+            return row
+        rows = row.view(*self._shape, self._row_bytes)
+        return rows[:, :, start : start + len(tokens)].reshape(-1)
+
+    def _after(self, fence: "torch.cuda.Event | None") -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else _Queued(self._stream, fence)
+
+    def _as_caches(self, state: CacheState) -> PagedCaches:
+        typed = self._rows.view(getattr(torch, state.dtype)) if self._device.planes else self._rows
+        slots = typed.view(len(typed), *self._shape, -1) if self._device.planes else typed
+        layers, num_planes = self._shape[:2]
+        planes = tuple(slots[:, layer, plane] for layer in range(layers) for plane in range(num_planes))
+        first_head = self._device.first_head
+        return PagedCaches(self._device.first_layer, planes, first_head, self._tokens_per_slot, num_planes)
+
+
+class _Queued:
+    """Copies on a stream, after a fence, waited for at the end."""
+
+    def __init__(self, stream: "torch.cuda.Stream", fence: "torch.cuda.Event | None") -> None:
+        self._stream = stream
+        self._on = torch.cuda.stream(stream)
+        if fence is not None:
+            stream.wait_event(fence)
+
+    def __enter__(self) -> None:
+        self._on.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        self._on.__exit__(*error)
+        self._stream.synchronize()

@@ -1,0 +1,261 @@
+"""The worker side of the tiers: obeys `TierOrders` on two threads of its own, reports what has ended.
+
+In:  the orders of each engine step, in order.
+Out: an `Answer` for every job, and the requests whose loads are over, each once.
+Law: no caller waits. Host jobs are obeyed one after the other, and what a disk job needs of host slots is there when
+     its turn comes; the disk's thread never holds up the host's. Whatever the disk does is an answer. A job that fails
+     or comes too late is answered as failed; nothing of ours touches its blocks any more when it is.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count, groupby
+from typing import TYPE_CHECKING, Final
+
+from kv_core.ids import BlockId
+from kv_core.keys import TOKEN_BYTES
+from kv_core.spans import Span
+from kv_core.token_log import unpacked
+from kv_engine_adapter.orders import Tables
+from kv_engine_adapter.tier_memory import Damaged, HostMemory
+from kv_engine_adapter.tier_orders import (
+    Answer,
+    FetchFromDisk,
+    FindOnDisk,
+    Job,
+    LoadTokens,
+    Prefix,
+    SaveBlocks,
+    Slots,
+    TierOrders,
+    Wish,
+    WriteToDisk,
+)
+from kv_transfer.prefix_store.boxes import Box
+from kv_transfer.prefix_store.chain import PrefixChain
+from kv_transfer.prefix_store.store import PrefixStore
+from kv_transfer.threads import leave_pinned_core
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+DiskJob = FindOnDisk | FetchFromDisk | WriteToDisk
+
+_TURN: Final[Mapping[type[DiskJob], int]] = {FindOnDisk: 0, FetchFromDisk: 1, WriteToDisk: 2}
+"""Prompts that wait go before what nobody waits for."""
+_LAST_TURN: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TierEnded:
+    """What ended since the last look; a load that failed is received as well."""
+
+    answers: tuple[Answer, ...] = ()
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+
+
+class TierWorker:
+    """One rank's half of the tiers."""
+
+    def __init__(
+        self,
+        memory: HostMemory,
+        kernel_tables: Callable[[Tables], Tables],
+        store: PrefixStore | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`kernel_tables` turns the scheduler's tables into those of the tensors. The store is closed with us."""
+        self._memory = memory
+        self._kernel_tables = kernel_tables
+        self._store = store
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._host: queue.SimpleQueue[tuple[Job, torch.cuda.Event | None, float] | None] = queue.SimpleQueue()
+        self._disk: queue.PriorityQueue[tuple[int, int, DiskJob | None, float]] = queue.PriorityQueue()
+        self._turns = count()
+        self._lock = threading.Lock()
+        self._answers: list[Answer] = []
+        self._received: set[str] = set()
+        self._failed: set[str] = set()
+        self._counts: defaultdict[str, float] = defaultdict(float)
+        self._threads = [self._thread("host", self._obey_host)]
+        if store is not None:
+            self._threads.append(self._thread("disk", self._obey_disk))
+
+    def run(self, orders: TierOrders) -> None:
+        """Begin with these orders, after what the calling thread has queued on the device so far."""
+        if orders.jobs:
+            fence, now = self._memory.fence(), self._clock()
+            for job in orders.jobs:
+                self._host.put((job, fence, now))
+
+    def poll(self) -> TierEnded:
+        """What ended since the last call."""
+        if not self._answers:
+            return TierEnded()
+        with self._lock:
+            ended = TierEnded(tuple(self._answers), self._received, self._failed)
+            self._answers, self._received, self._failed = [], set(), set()
+        return ended
+
+    def take_counts(self) -> dict[str, float]:
+        """What was done since the last call: bytes and seconds by direction, failures."""
+        with self._lock:
+            counts, self._counts = self._counts, defaultdict(float)
+        return dict(counts)
+
+    def disk_counts(self) -> Mapping[str, int]:
+        """What the store says of itself, since it was made."""
+        return {} if self._store is None else self._store.counts
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """End the threads; what has not begun is dropped. A disk that hangs is left behind."""
+        self._host.put(None)
+        self._disk.put((_LAST_TURN, next(self._turns), None, 0.0))
+        for thread in self._threads:
+            thread.join(timeout_s)
+        if self._store is not None and not self._threads[-1].is_alive():
+            self._store.close()
+
+    # -- host ----------------------------------------------------------------------------------------------------
+
+    def _obey_host(self) -> None:
+        while (found := self._host.get()) is not None:
+            job, fence, since = found
+            if isinstance(job, SaveBlocks | LoadTokens):
+                self._copy(job, fence, since)
+            else:
+                self._pass_on(job, since)
+
+    def _copy(self, job: SaveBlocks | LoadTokens, fence: "torch.cuda.Event | None", since: float) -> None:
+        way = "save" if isinstance(job, SaveBlocks) else "load"
+        began = self._clock()
+        ok = began - since <= job.within_s and self._try(way, lambda: self._move(job, fence))
+        took = self._clock() - began
+        num_tokens = job.tokens.stop if ok else 0
+        with self._lock:
+            self._counts[f"{way}_bytes"] += self._memory.num_bytes(job.tokens) if ok else 0
+            self._counts[f"{way}_seconds"] += took if ok else 0
+            self._counts[f"{way}s_failed"] += not ok
+            self._answers.append(Answer(job.job, num_tokens))
+            if isinstance(job, LoadTokens):
+                self._received.add(job.request_id)
+                self._failed |= set() if ok else {job.request_id}
+        if isinstance(job, SaveBlocks) and job.write is not None:
+            self._pass_on(job.write, since) if ok else self._answer(Answer(job.write.job, 0))
+
+    def _move(self, job: SaveBlocks | LoadTokens, fence: "torch.cuda.Event | None") -> int:
+        copy = self._memory.save if isinstance(job, SaveBlocks) else self._memory.load
+        copy(job.tokens, job.slots, self._kernel_tables(job.tables), fence)
+        return job.tokens.stop
+
+    def _pass_on(self, job: DiskJob, since: float) -> None:
+        assert self._store is not None, "law: without a disk nothing is ordered of it"
+        self._disk.put((_TURN[type(job)], next(self._turns), job, since))
+
+    # -- disk ----------------------------------------------------------------------------------------------------
+
+    def _obey_disk(self) -> None:
+        assert self._store is not None, "law: this thread runs where there is a disk"
+        while (job := (found := self._disk.get())[2]) is not None:
+            in_time = isinstance(job, WriteToDisk) or self._clock() - found[3] <= job.within_s
+            self._answer(Answer(job.job, self._on_disk(self._store, job) if in_time else self._none_of(job)))
+
+    def _on_disk(self, store: PrefixStore, job: DiskJob) -> int:
+        """Up to which token it went well."""
+        caches, reached = self._memory.caches, [self._none_of(job)]
+        began = self._clock()
+
+        def obey() -> None:
+            chain = _chain(store, job.prefix)
+            if isinstance(job, FindOnDisk):
+                reached[0] = (
+                    store.lookup(chain, Box(caches.layers, caches.heads)) if caches.planes else chain.num_tokens
+                )
+            elif isinstance(job, FetchFromDisk):
+                reached[0] += store.read(chain, job.tokens, caches, _tables(job.slots))
+                self._memory.filled(job.slots[job.tokens.start // caches.tokens_per_block :])
+            else:
+                reached[0] = self._write(store, chain, job)
+
+        way = {FindOnDisk: "find", FetchFromDisk: "fetch", WriteToDisk: "write"}[type(job)]
+        self._try(way, obey)
+        with self._lock:
+            self._counts[f"{way}_seconds"] += self._clock() - began
+        return reached[0]
+
+    def _write(self, store: PrefixStore, chain: PrefixChain, job: WriteToDisk) -> int:
+        reached = 0
+        for wish in by_record(job.wishes, chain.tokens_per_record):
+            until = 0 if wish.duration_ms is None else int(self._wall_clock() + wish.duration_ms / 1000)
+            outcome = store.write(chain, wish.tokens, self._memory.caches, _tables(job.slots), wish.priority, until)
+            if outcome.why is not None:
+                return wish.tokens.start + outcome.num_tokens
+            reached = wish.tokens.stop
+        return reached
+
+    def _none_of(self, job: DiskJob) -> int:
+        """The answer to a job of which nothing was done."""
+        return job.tokens.start if isinstance(job, FetchFromDisk) else 0
+
+    # -- both ----------------------------------------------------------------------------------------------------
+
+    def _try(self, what: str, obey: Callable[[], object]) -> bool:
+        """Whether it went well; else the log says why. No error ends a thread: its jobs would never be answered."""
+        try:
+            obey()
+        except Damaged as error:
+            logger.warning("kvferry: tiers: %s: %s", what, error)
+        except Exception:
+            logger.exception("kvferry: tiers: %s failed", what)
+        else:
+            return True
+        return False
+
+    def _answer(self, answer: Answer) -> None:
+        with self._lock:
+            self._answers.append(answer)
+
+    def _thread(self, name: str, run: Callable[[], None]) -> threading.Thread:
+        def begin() -> None:
+            leave_pinned_core()
+            run()
+
+        thread = threading.Thread(target=begin, name=f"kvferry-tier-{name}", daemon=True)
+        thread.start()
+        return thread
+
+
+def by_record(wishes: Sequence[Wish], tokens_per_record: int) -> Iterator[Wish]:
+    """One wish for each record, the strongest of those that touch it; neighbours with one wish together."""
+    stop = wishes[-1].tokens.stop if wishes else 0
+    starts = range(0, stop, tokens_per_record)
+    records = [Span(start, min(start + tokens_per_record, stop)) for start in starts]
+    strongest = [max((wish for wish in wishes if wish.tokens & record), key=_strength) for record in records]
+    for (priority, duration_ms), run in groupby(zip(strongest, records, strict=True), key=lambda pair: pair[0][1:]):
+        spans = [record for _, record in run]
+        yield Wish(Span(spans[0].start, spans[-1].stop), priority, duration_ms)
+
+
+def _strength(wish: Wish) -> tuple[int, float]:
+    return wish.priority, float("inf") if wish.duration_ms is None else wish.duration_ms
+
+
+def _tables(slots: Slots) -> tuple[tuple[BlockId, ...]]:
+    """To the store a slot is a block."""
+    return (tuple(map(BlockId, slots)),)
+
+
+def _chain(store: PrefixStore, prefix: Prefix) -> PrefixChain:
+    tokens, _ = unpacked(prefix.packed, TOKEN_BYTES)
+    return store.chain(tokens, prefix.scope)

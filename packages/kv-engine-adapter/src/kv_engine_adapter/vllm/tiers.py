@@ -1,0 +1,149 @@
+"""The tiers under vLLM: built from its configuration, driven by the connector's hooks.
+
+In:  vLLM's configuration, requests, block tables and outputs.
+Out: `SchedulerTiers` and `TierWorker`; the envelope in which the ranks' answers travel.
+Law: what the tiers cannot keep is refused at start. Without `tier_host_bytes` nothing here is made.
+"""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kv_core.errors import CallerError
+from kv_core.ids import RequestId
+from kv_engine_adapter.orders import Tables
+from kv_engine_adapter.tier import PrefixTiers
+from kv_engine_adapter.tier_config import TierConfig
+from kv_engine_adapter.tier_orders import JobId, Tally, joined
+from kv_engine_adapter.tier_terms import TierTerms
+from kv_engine_adapter.vllm import compat
+from kv_engine_adapter.vllm.device_leases import DeviceLeases
+from kv_engine_adapter.vllm.groups import ModelCaches
+from kv_engine_adapter.vllm.translate import RequestView, parallel_layout
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from kv_engine_adapter.tier_worker import TierWorker
+    from kv_engine_adapter.vllm.tensors import EngineCaches
+    from kv_transfer.plan.cache_state import CacheState
+
+logger = logging.getLogger(__name__)
+
+TOKENS_PER_RECORD = 64
+"""Of the store on disk: the same for all engines that share a directory, whatever their block sizes."""
+
+
+@dataclass
+class TierMetadata(compat.WORKER_METADATA):
+    """The answers of one rank, or of several joined."""
+
+    tallies: dict[JobId, Tally]
+
+    def aggregate(self, other: "TierMetadata") -> "TierMetadata":
+        return TierMetadata(joined(self.tallies, other.tallies))
+
+
+class SchedulerTiers:
+    """The scheduler's half: `PrefixTiers` and the blocks that its jobs need."""
+
+    def __init__(self, terms: TierTerms) -> None:
+        self.prefixes = PrefixTiers(terms)
+        self._leases = DeviceLeases()
+        self._tokens_per_block = terms.tokens_per_block
+
+    def bind(self, manager: "KVCacheManager") -> None:
+        self._leases.bind(manager)
+
+    def finished(self, request: "Request", tables: Tables) -> None:
+        """A request ended: keep what it computed, if it computed its prompt."""
+        view = RequestView(request)
+        num_filled = num_computed(request)
+        job = self.prefixes.finished(view, num_filled, tables)
+        if job is not None:
+            self._leases.hold(job, tables[0][: -(-num_filled // self._tokens_per_block)])
+
+    def update(self, output: "KVConnectorOutput") -> None:
+        """What the ranks reported in a step."""
+        told = getattr(output, "kv_connector_worker_meta", None)
+        if isinstance(told, TierMetadata):
+            self._leases.free(self.prefixes.answered(told.tallies))
+        failed = getattr(output, "failed_recving", None) or ()
+        self.prefixes.loads_over(map(RequestId, output.finished_recving or ()), failed)
+
+    @property
+    def has_pending_frees(self) -> bool:
+        """Whether blocks will come free without anybody being preempted."""
+        return len(self._leases) > 0
+
+
+def num_computed(request: "Request") -> int:
+    """How many tokens of a request that has ended are in its blocks for certain; 0 if not even its prompt is.
+
+    An engine may be steps ahead of what it knows, and counts what it loads as computed before it is there; but it
+    never loads a whole prompt.
+    """
+    from vllm.v1.request import RequestStatus
+
+    ended = RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_ABORTED
+    if request.status not in ended or request.num_computed_tokens < request.num_prompt_tokens:
+        return 0
+    # The last token was sampled and not computed.
+    return int(min(request.num_computed_tokens, max(request.num_prompt_tokens, request.num_tokens - 1)))
+
+
+def tier_terms(config: "VllmConfig", tier: TierConfig, model: ModelCaches, element_bytes: int) -> TierTerms | None:
+    """None if there are to be no tiers; `CallerError` for models and versions of vLLM that they cannot serve."""
+    if not tier.tier_host_bytes:
+        return None
+    if len(model.windows) > 1 or any(model.windows):
+        raise CallerError(
+            f"the host tier keeps models whose layers all see all tokens: windows of groups={model.windows}, "
+            "supported=(0,); leave tier_host_bytes out"
+        )
+    if not compat.TELLS_WORKER_METADATA:
+        raise CallerError(f"the host tier needs a vLLM that carries what workers answer: got={compat.vllm_version()}")
+    parallel = parallel_layout(config)
+    shares = [parallel.share_of(rank) for rank in parallel.ranks]
+    num_rows = sum(len(share.layers) * len(share.heads) for share in shares)
+    bytes_per_token = num_rows * model.num_planes * model.head_size * element_bytes
+    num_slots = tier.tier_host_bytes // (bytes_per_token * model.block_size)
+    if not num_slots:
+        raise CallerError(
+            f"tier_host_bytes has no room for a block: got={tier.tier_host_bytes}, "
+            f"a block of all ranks={bytes_per_token * model.block_size}"
+        )
+    return TierTerms(
+        tokens_per_block=model.block_size,
+        num_slots=num_slots,
+        bytes_per_token=bytes_per_token,
+        max_tokens=config.model_config.max_model_len,
+        num_ranks=len(shares),
+        break_even=tier.break_even,
+        has_disk=tier.tier_disk_dir is not None,
+        disk_wait_s=tier.tier_disk_wait_s,
+    )
+
+
+def tier_worker(tier: TierConfig, terms: TierTerms, state: "CacheState", view: "EngineCaches") -> "TierWorker":
+    """One rank's half, over its cache tensors."""
+    from kv_engine_adapter.tier_memory import HostMemory
+    from kv_engine_adapter.tier_worker import TierWorker
+    from kv_transfer.prefix_store.config import StoreConfig
+    from kv_transfer.prefix_store.store import PrefixStore
+
+    memory = HostMemory(state, view.caches, terms.tokens_per_block, terms.num_slots, verify=tier.tier_verify)
+    store = None
+    if tier.tier_disk_dir is not None:
+        directory = StoreConfig(Path(tier.tier_disk_dir), tier.tier_disk_bytes, tokens_per_record=TOKENS_PER_RECORD)
+        store = PrefixStore(directory, state)
+    logger.info(
+        "kvferry: host tier: %d blocks of %d tokens, %.1f MB on this rank%s",
+        terms.num_slots, terms.tokens_per_block, memory.num_host_bytes / 1e6,
+        "" if store is None else f", and disk tier: {tier.tier_disk_bytes / 1e6:.1f} MB in {tier.tier_disk_dir}",
+    )  # fmt: skip
+    return TierWorker(memory, view.kernel_tables, store)

@@ -1,0 +1,143 @@
+"""The tiers under vLLM's objects: how many tokens are there for certain, whose blocks are kept, what is refused."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from kv_core.errors import CallerError
+from kv_core.keys import Scope
+from kv_core.spans import Span
+from kv_engine_adapter.tier_config import TierConfig
+from kv_engine_adapter.tier_orders import Answer, tallied
+from kv_engine_adapter.tier_terms import BreakEven, TierTerms
+from kv_transfer.plan.cache_state import ParallelLayout
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.vllm]
+
+SIZE = 32
+
+
+class Request(SimpleNamespace):
+    """What the adapter reads of a request of vLLM."""
+
+    def __init__(self, name, num_tokens, num_computed, num_prompt, status="FINISHED_STOPPED", **more):
+        from vllm.v1.request import RequestStatus
+
+        super().__init__(
+            request_id=name, all_token_ids=list(range(num_tokens)), num_tokens=num_tokens, mm_features=[],
+            num_computed_tokens=num_computed, num_prompt_tokens=num_prompt, status=RequestStatus[status],
+            prompt_token_ids=list(range(num_prompt)), prompt_embeds=None, lora_request=None, cache_salt=None,
+            sampling_params=SimpleNamespace(extra_args={"kvferry.decode_priority": 5}), **more,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_tokens", "num_computed", "num_prompt", "status", "expected"), [
+    (710, 709, 700, "FINISHED_STOPPED", 709),
+    (701, 700, 700, "FINISHED_LENGTH_CAPPED", 700),
+    (710, 712, 700, "FINISHED_STOPPED", 709),  # steps ahead of what was sampled
+    (705, 704, 700, "FINISHED_ABORTED", 704),
+    (700, 700, 700, "FINISHED_ABORTED", 700),  # while the first token is sampled
+    (700, 699, 700, "FINISHED_ABORTED", 0),  # while it was loaded
+    (700, 512, 700, "FINISHED_ABORTED", 0),
+    (710, 709, 700, "FINISHED_ERROR", 0),
+    (710, 709, 700, "FINISHED_IGNORED", 0),
+])  # fmt: skip
+def test_what_is_in_the_blocks_for_certain(num_tokens, num_computed, num_prompt, status, expected):
+    from kv_engine_adapter.vllm.tiers import num_computed as filled
+
+    assert filled(Request("r", num_tokens, num_computed, num_prompt, status)) == expected
+
+
+def test_a_request_is_read_as_the_tiers_want_it():
+    from kv_engine_adapter.vllm.translate import RequestView
+
+    view = RequestView(Request("r", 5, 4, 3))
+    assert (view.num_tokens, view.all_tokens(), view.arguments) == (5, [0, 1, 2, 3, 4], {"kvferry.decode_priority": 5})
+    assert view.scope() == Scope()
+    pooling = Request("r", 5, 4, 3)
+    pooling.sampling_params = None
+    assert RequestView(pooling).arguments is None
+    adapted = Request("r", 5, 4, 3)
+    adapted.lora_request = SimpleNamespace(lora_name="mine")
+    assert "mine" in RequestView(adapted).scope()
+
+
+class Pool:
+    """Counts references as vLLM's pool does."""
+
+    def __init__(self):
+        self.blocks = list(range(1000))
+        self.touched, self.freed = [], []
+
+    def touch(self, blocks):
+        self.touched += blocks
+
+    def free_blocks(self, blocks):
+        self.freed += blocks
+
+
+def test_blocks_of_a_save_are_kept_until_every_rank_has_answered():
+    from kv_engine_adapter.vllm.tiers import SchedulerTiers, TierMetadata
+
+    terms = TierTerms(tokens_per_block=SIZE, num_slots=40, bytes_per_token=10, max_tokens=4096, num_ranks=2,
+                      break_even=BreakEven(1.0, 0.0, 0.0))  # fmt: skip
+    tiers, pool = SchedulerTiers(terms), Pool()
+    tiers.bind(SimpleNamespace(block_pool=pool))
+    tiers.finished(Request("r", 71, 70, 65), ((11, 12, 13, 14),))
+    assert pool.touched == [11, 12, 13]
+    (order,) = tiers.prefixes.take_orders().jobs
+    assert order.tokens == Span(0, 70)
+
+    def told(*answers, **more):
+        joined = TierMetadata(tallied(answers[:1]))
+        for answer in answers[1:]:
+            joined = joined.aggregate(TierMetadata(tallied([answer])))
+        return SimpleNamespace(kv_connector_worker_meta=joined, finished_recving=None, failed_recving=None)
+
+    tiers.update(told(Answer(order.job, 70)))
+    assert tiers.has_pending_frees
+    assert pool.freed == []
+    tiers.update(told(Answer(order.job, 70)))
+    assert pool.freed == [13, 12, 11]
+    assert not tiers.has_pending_frees
+    tiers.finished(Request("again", 71, 70, 65), ((21, 22, 23),))
+    assert pool.touched == [11, 12, 13], "it is there already"
+
+
+def config(tp=1, max_model_len=4096):
+    return SimpleNamespace(model_config=SimpleNamespace(max_model_len=max_model_len), tp=tp)
+
+
+@pytest.fixture
+def two_layers(monkeypatch):
+    from kv_engine_adapter.vllm import tiers
+
+    monkeypatch.setattr(tiers, "parallel_layout", lambda config: ParallelLayout.even(config.tp, [2], 4))
+
+
+def test_slots_are_counted_over_all_ranks(two_layers):
+    from kv_engine_adapter.vllm.groups import ModelCaches
+    from kv_engine_adapter.vllm.tiers import tier_terms
+
+    per_token = 2 * 4 * 2 * 8 * 4
+    tier = TierConfig(tier_host_bytes=10 * SIZE * per_token + 5)
+    for tp in (1, 2):
+        terms = tier_terms(config(tp), tier, ModelCaches(4 // tp, 8, SIZE), 4)
+        assert (terms.num_slots, terms.bytes_per_token, terms.num_ranks) == (10, per_token, tp)
+        assert not terms.has_disk
+    # Heads that two ranks have are kept by both.
+    assert tier_terms(config(8), tier, ModelCaches(1, 8, SIZE), 4).num_slots == 5
+
+
+def test_what_the_tiers_cannot_keep_is_refused_at_start(two_layers):
+    from kv_engine_adapter.vllm.groups import ModelCaches
+    from kv_engine_adapter.vllm.tiers import tier_terms
+
+    some = TierConfig(tier_host_bytes=1 << 20)
+    assert tier_terms(config(), TierConfig(), ModelCaches(4, 8, SIZE, windows=(0, 64)), 4) is None
+    for windows in ((64,), (0, 64), (0, 0)):
+        with pytest.raises(CallerError, match="tier_host_bytes"):
+            tier_terms(config(), some, ModelCaches(4, 8, SIZE, windows=windows), 4)
+    with pytest.raises(CallerError, match="no room for a block"):
+        tier_terms(config(), TierConfig(tier_host_bytes=10), ModelCaches(4, 8, SIZE), 4)
