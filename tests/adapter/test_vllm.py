@@ -211,7 +211,7 @@ def test_what_other_connectors_load_and_lose_is_heard_by_early_offers():
     from kv_engine_adapter.vllm.connector import FerryConnector
 
     connector = object.__new__(FerryConnector)
-    connector._scheduler, connector._windows = Mock(), Mock()
+    connector._scheduler, connector._windows, connector._tiers = Mock(), Mock(), None
     early = connector._scheduler.early = Mock(__bool__=lambda self: False)
     output = SchedulerOutput.make_empty()
     for output.has_sync_kv_loads in (False, True):

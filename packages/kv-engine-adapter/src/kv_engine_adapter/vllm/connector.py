@@ -158,7 +158,7 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
         return self._scheduler is not None and self._scheduler.has_work()
 
     def has_pending_block_frees(self) -> bool:
-        return self._tiers is not None and self._tiers.has_pending_frees
+        return self._tiers is not None and self._tiers.has_pending_frees()
 
     def reset_cache(self) -> bool | None:
         if self._tiers is None:

@@ -75,7 +75,6 @@ class SchedulerTiers:
         failed = getattr(output, "failed_recving", None) or ()
         self.prefixes.loads_over(map(RequestId, output.finished_recving or ()), failed)
 
-    @property
     def has_pending_frees(self) -> bool:
         """Whether blocks will come free without anybody being preempted."""
         return len(self._leases) > 0
