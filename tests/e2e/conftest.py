@@ -23,7 +23,10 @@ ORDINARY_TOKENS = range(16, 500)
 
 @pytest.fixture(scope="session")
 def models() -> dict[str, Path]:
-    groups = {kind: make_tiny(0, shape=SHAPES[kind]) for kind in ("hybrid", "windows", "chunks", "latent")}
+    groups = {
+        kind: make_tiny(0, shape=SHAPES[kind])
+        for kind in ("hybrid", "windows", "chunks", "latent", "codes", "rescaled")
+    }
     return {"tiny": make_tiny(0), "other": make_tiny(1), **groups}
 
 

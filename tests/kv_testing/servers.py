@@ -65,6 +65,8 @@ class Role:
     cores: tuple[str, ...]
     load_failure_policy: str = "recompute"
     extra_arguments: tuple[str, ...] = ()
+    options: Mapping[str, object] = field(default_factory=dict)
+    """Of our connector."""
 
 
 TOKENS_PER_STEP = 128
@@ -82,6 +84,7 @@ TWINS: Mapping[str, Role] = {"Q1": Role("tiny", 1, ("0",)), "E1": Role("tiny", 1
 """A second prefill and a second decode engine, like P1 and D1."""
 # Prompts are computed in several steps, so that windows move on before the end.
 _IN_STEPS = ("--max-num-batched-tokens", "128")
+_CONVERTS = {"convert_elements": True}
 _ALL_KEPT = ("--disable-hybrid-kv-cache-manager",)
 # The last one counts: ours as a child of vLLM's connector of several.
 _CHILD = {"kv_connector": "FerryConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
@@ -106,9 +109,17 @@ GROUP_ROLES: Mapping[str, Role] = {
     "LD1": Role("latent", 1, ("1",)),
     "LP2": Role("latent", 2, ("0", "1")),
     "LD2": Role("latent", 2, ("0", "1")),
+    "KP1": Role("codes", 1, ("0",), extra_arguments=("--kv-cache-dtype", "fp8_e4m3", *_IN_STEPS)),
+    # Its checkpoint says that it keeps codes.
+    "KD1": Role("codes", 1, ("1",)),
+    "XK1": Role("rescaled", 1, ("0",), extra_arguments=("--kv-cache-dtype", "fp8_e4m3")),
+    "EP1": Role("rescaled", 1, ("0",), options=_CONVERTS),
+    "ED1": Role("codes", 1, ("1",), options=_CONVERTS),
+    "EN1": Role("tiny", 1, ("0",), options=_CONVERTS),
+    "EC1": Role("tiny", 1, ("1",), extra_arguments=("--kv-cache-dtype", "fp8"), options=_CONVERTS),
 }
 """Engines of models with other cache groups: hybrid (H), under MultiConnector (M), with all tokens kept (N), windows
-alone (W), local chunks (C), latent attention (L)."""
+alone (W), local chunks (C), latent attention (L), a cache of codes (K); XK1 has other scales; E convert."""
 
 
 @dataclass(slots=True)
@@ -173,7 +184,7 @@ class Fleet:
             tensor_ranks=role.tensor_ranks,
             cores=role.cores,
             connector=CONNECTOR,
-            connector_options={"test_hooks_dir": str(self.hooks(name))} if IS_OURS else {},
+            connector_options={"test_hooks_dir": str(self.hooks(name)), **role.options} if IS_OURS else {},
             load_failure_policy=role.load_failure_policy,
             tokens_per_block=TOKENS_PER_BLOCK,
             num_blocks=NUM_BLOCKS,

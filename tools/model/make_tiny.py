@@ -8,6 +8,7 @@ Usage: .venv/bin/python tools/model/make_tiny.py [--seed 0] [--kind llama] [--ou
 """
 
 import argparse
+import dataclasses
 import json
 import shutil
 import sys
@@ -21,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))  # so that it runs as a script and imports as `model.make_tiny`
 
 from model.tiny_chunks import ChunkShape, chunk_config, chunk_weights  # noqa: E402
+from model.tiny_codes import CodesShape, codes_config, codes_weights  # noqa: E402
 from model.tiny_hybrid import ONLY_WINDOWS, HybridShape, hybrid_config, hybrid_weights  # noqa: E402
 from model.tiny_latent import LatentShape, latent_config, latent_weights  # noqa: E402
 from model.tiny_tokenizer import (  # noqa: E402
@@ -35,7 +37,7 @@ from model.tiny_tokenizer import (  # noqa: E402
 )
 from model.tiny_weights import TinyShape, Weights, tiny_weights  # noqa: E402
 
-Shape = TinyShape | HybridShape | ChunkShape | LatentShape
+Shape = TinyShape | HybridShape | ChunkShape | LatentShape | CodesShape
 SHAPE = TinyShape(vocab_size=VOCAB_SIZE)
 SHAPES: Mapping[str, Shape] = {
     "llama": SHAPE,
@@ -43,6 +45,8 @@ SHAPES: Mapping[str, Shape] = {
     "windows": ONLY_WINDOWS,
     "chunks": ChunkShape(SHAPE),
     "latent": LatentShape(vocab_size=VOCAB_SIZE),
+    "codes": CodesShape(SHAPE),
+    "rescaled": CodesShape(SHAPE, key_scale=0.03),
 }
 RECIPE_VERSION = 1
 _RECIPE_FILE = "recipe.json"
@@ -103,6 +107,8 @@ def _weights(shape: Shape, seed: int) -> Weights:
             return chunk_weights(shape, seed, silent)
         case LatentShape():
             return latent_weights(shape, seed, silent)
+        case CodesShape():
+            return codes_weights(shape, seed, silent)
     return tiny_weights(shape, seed, silent)
 
 
@@ -114,7 +120,13 @@ def _config(shape: Shape) -> dict[str, object]:
             return _special_ids() | chunk_config(shape)
         case LatentShape():
             return _special_ids() | latent_config(shape)
-    return _special_ids() | {
+        case CodesShape():
+            return _special_ids() | _llama_config(shape.llama) | codes_config()
+    return _special_ids() | _llama_config(shape)
+
+
+def _llama_config(shape: TinyShape) -> dict[str, object]:
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "dtype": "float32",
@@ -142,7 +154,8 @@ def _special_ids() -> dict[str, object]:
 
 
 def _recipe(seed: int, shape: Shape) -> str:
-    return _json({"version": RECIPE_VERSION, "seed": seed, "config": _config(shape)})
+    scales = {"scales": dataclasses.asdict(shape)} if isinstance(shape, CodesShape) else {}
+    return _json({"version": RECIPE_VERSION, "seed": seed, "config": _config(shape), **scales})
 
 
 def _json(value: dict[str, object]) -> str:

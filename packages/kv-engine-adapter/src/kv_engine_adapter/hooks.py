@@ -21,7 +21,6 @@ from kv_core.ids import SessionId
 from kv_core.spans import Span
 from kv_transfer.faults import ON_TIME, NoFaults
 from kv_transfer.plan.cache_state import CacheState
-from kv_transfer.plan.elements import ITEM_BYTES
 from kv_transfer.protocol.messages import Message
 
 if TYPE_CHECKING:
@@ -55,7 +54,8 @@ class OrderedFaults(NoFaults):
             plane = planes[:, order["plane"]]
             axis = 1 if state.layout.order == "token_major" else 2
             hit = plane.narrow(axis, tokens.start - chunk.tokens.start, len(tokens))
-            hit[..., ITEM_BYTES[state.dtype] - 1 :: ITEM_BYTES[state.dtype]] ^= 0x80
+            item_bytes = planes.shape[-1] // state.head_size
+            hit[..., item_bytes - 1 :: item_bytes] ^= 0x80
 
     def before_write(self, session: SessionId, seq: int) -> bool:  # noqa: ARG002
         if not self._hold.exists():
@@ -70,9 +70,11 @@ class OrderedFaults(NoFaults):
 
 
 def _chunk_planes(received: "torch.Tensor", chunk: "Chunk", state: CacheState) -> "torch.Tensor":
-    """The chunk's bytes as [layer, plane, token, head, byte] or [layer, plane, head, token, byte]."""
+    """The chunk's bytes as [layer, plane, token, head, byte] or [layer, plane, head, token, byte].
+
+    They are of the sender's elements, so only the chunk tells how many there are for each.
+    """
     inner = [len(chunk.tokens), len(chunk.piece.heads)]
     if state.layout.order == "head_major":
         inner.reverse()
-    shape = (len(chunk.piece.layers), state.num_planes, *inner, state.bytes_per_token_head)
-    return received[: chunk.num_bytes].view(shape)
+    return received[: chunk.num_bytes].view(len(chunk.piece.layers), state.num_planes, *inner, -1)
