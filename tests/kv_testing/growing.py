@@ -59,10 +59,14 @@ class GrowingPrompt:
 
     def abandon(self, reason: str = "preempted") -> None:
         """Give it up, and use its blocks for something else at once."""
+        self.give_up(reason)
+        self.compute(0)
+
+    def give_up(self, reason: str = "preempted") -> None:
+        """Its blocks are left as they are: prompts of one group share theirs."""
         self.side.door.withdraw_offer(self.request_id, reason)
         for rank in self.ranks:
             self.side.ranks[rank].abandon(self.request_id, reason)
-        self.compute(0)
 
     def tables(self, rank: int, num_computed: int) -> BlockTables:
         """Of the rank's own blocks those that hold computed tokens."""

@@ -242,6 +242,60 @@ def test_of_two_equal_prompts_the_one_that_is_further_serves():
         p.check_clean()
 
 
+@pytest.mark.parametrize("path", EVERY_PATH)
+def test_a_prompt_that_is_given_up_leaves_its_loads_to_an_equal_one(path):
+    with world_of(path) as (p, d, _):
+        prompt = GrowingPrompt(p).open(12)
+        d.order(p, prompt.transfer_id)
+        wait_for(lambda: p.ranks[0].status().gauges["sessions"], what="a session")
+        p.offer("p1", prompt.transfer_id)
+        prompt.give_up()
+        received = d.outcome(others=[p])
+        assert received.ok, received
+        assert d.misplaced() == 0
+        p.withdraw("p1")
+        d.check_clean()
+        p.check_clean()
+        assert p.sent == [(0, "p1")]
+
+
+def test_an_equal_prompt_that_is_behind_goes_on_where_the_other_was_given_up():
+    """What was read of blocks that were taken back is read again, once it is computed again."""
+    with pair() as (p, d, _):
+        prompt = GrowingPrompt(p).open(24)
+        with planted(p.cores[0].sender.passages._copier, "_parts") as gather:
+            gather.hang()
+            d.order(p, prompt.transfer_id)
+            gather.wait_until_met()
+            other = GrowingPrompt(p, RequestId("p1"), prompt.transfer_id).open(8)
+            prompt.give_up()
+        wait_for(lambda: arrived(d) == 8, what="what the other has computed")
+        other.advance(24)
+        wait_for(lambda: arrived(d) == 24, what="what was told before")
+        other.advance(NUM_TOKENS)
+        assert d.outcome(others=[p]).ok
+        assert d.misplaced() == 0
+        other.complete()
+        d.release(p, prompt.transfer_id)
+        wait_for(lambda: p.step() == [(0, "p1")], what="the end of the other")
+        d.check_clean()
+        p.check_clean()
+
+
+def test_of_equal_prompts_the_last_that_is_given_up_ends_the_load():
+    with pair() as (p, d, _):
+        prompt = GrowingPrompt(p).open(12)
+        d.order(p, prompt.transfer_id)
+        wait_for(lambda: arrived(d) == 12, what="what is computed")
+        other = GrowingPrompt(p, RequestId("p1"), prompt.transfer_id).open(8)
+        prompt.give_up("preempted")
+        steps(p)
+        other.give_up("aborted")
+        assert "gone: aborted: computed=[0, 8) of [0, 40), wanted=[0, 40)" in d.outcome(others=[p]).reason
+        d.check_clean()
+        p.check_clean()
+
+
 def test_a_peer_that_grants_too_early_is_refused(monkeypatch):
     monkeypatch.setattr("kv_transfer.load.needed", lambda chunk, tokens: Span(0, 0))
     with pair() as (p, d, _):

@@ -20,9 +20,6 @@ BlockOrdinal = NewType("BlockOrdinal", int)
 Rank = NewType("Rank", int)
 """Number of a process inside its instance: `stage * tp + tensor_rank`."""
 
-Generation = NewType("Generation", int)
-"""How often a block or lease has been given to a new owner."""
-
 RequestId = NewType("RequestId", str)
 """The engine's own name for a request; never shared between engines."""
 

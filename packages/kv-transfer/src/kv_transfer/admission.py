@@ -35,6 +35,13 @@ def not_admitted(session: SendSession, room: Room, *, is_closing: bool, is_full:
     return None
 
 
+def unserved(session: SendSession, room: Room, held: HeldOffer | None) -> str:
+    """Why this session cannot be served by this rank, or not from this offer; empty if it can."""
+    identity = room.identity
+    share = identity.state.share_of(identity.card.rank)
+    return misfit(session.ask, identity.state, share, identity.card.max_chunk_bytes, held)
+
+
 def misfit(ask: Ask, state: CacheState, share: Share, max_chunk_bytes: int, held: HeldOffer | None) -> str:
     """Why this rank can never serve this ask, or not from this offer; empty if it can."""
     for piece in ask.pieces:

@@ -42,28 +42,34 @@ class Invitations:
         """That the offer is held, and how far it is computed; to a reader of blocks once they are filled."""
         assert session.held is not None, "law: only what is held is ready"
         if not session.ask.direct or session.lack:
-            self._peers.answer(session.peer, _ready_of(session, session.held, None))
+            self._answer(session, session.held, None)
             return
         filled = session.held.growth.filled(session.ask.tokens.stop)
         if filled is None or filled.query():  # type: ignore[no-untyped-call]
-            self._readable(session, Moved(None, None, 0.0))
+            self._readable(session, session.held, Moved(None, None, 0.0))
         else:
-            self._room.copies.submit(lambda: None, filled, partial(self._readable, session), lane=Lane.OUT)
+            then = partial(self._readable, session, session.held)
+            self._room.copies.submit(lambda: None, filled, then, lane=Lane.OUT)
 
-    def _readable(self, session: SendSession, moved: Moved) -> None:
-        if session.state is not Sending.SERVING:
+    def _readable(self, session: SendSession, held: HeldOffer, moved: Moved) -> None:
+        if session.state is not Sending.SERVING or session.held is not held or session.revoked:
+            # What has become of its offer is heard of, or was.
             return
         if moved.error is not None:
             self._listener.chunk_failed(session, RefuseCode.INTERNAL, f"the blocks were not filled: {moved.error}")
             return
         identity = self._room.identity
         share = identity.state.share_of(identity.card.rank)
-        assert session.held is not None, "law: only what is held is served"
-        blocks = _shared_blocks(session.ask, identity.state, share, session.held)
+        blocks = _shared_blocks(session.ask, identity.state, share, held)
         try:
-            self._peers.answer(session.peer, _ready_of(session, session.held, blocks))
+            self._answer(session, held, blocks)
+            session.is_invited = True
         except (CallerError, CapacityError) as error:
             self._listener.chunk_failed(session, RefuseCode.UNFIT, f"the blocks are too many to be told: {error}")
+
+    def _answer(self, session: SendSession, held: HeldOffer, blocks: SharedBlocks | None) -> None:
+        session.told = max(session.told, held.growth.num_computed)
+        self._peers.answer(session.peer, _ready_of(session, held, blocks))
 
 
 def _ready_of(session: SendSession, held: HeldOffer, blocks: SharedBlocks | None) -> Ready:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kv_core.errors import CallerError
-from kv_core.ids import Generation, RequestId, TransferId
+from kv_core.ids import RequestId, TransferId
 from kv_transfer.growth import HeldGrowth, Standing, Step
 from kv_transfer.orders import Offer
 from kv_transfer.tombstones import Tombstones
@@ -29,7 +29,6 @@ class HeldOffer:
     """One offer, and what of it may be read."""
 
     offer: Offer
-    generation: Generation
     growth: HeldGrowth
     num_readers: int = 0
     is_settled: bool = False
@@ -48,7 +47,6 @@ class OfferBook:
         self._by_pair: dict[Pair, list[HeldOffer]] = {}
         self._gone: Tombstones[Pair, str] = Tombstones(remember_s)
         self._early: Tombstones[tuple[TransferId, RequestId], str] = Tombstones(remember_s)
-        self._generation = 0
 
     def __len__(self) -> int:
         """Number of offers that are not over."""
@@ -68,11 +66,10 @@ class OfferBook:
         """
         if offer.request_id in self._by_request:
             raise CallerError(f"the request is offered already: request={offer.request_id}")
-        self._generation += 1
         is_growing = offer.num_computed is not None
         computed = offer.num_tokens if offer.num_computed is None else offer.num_computed
         growth = HeldGrowth(offer.tables, [Step(computed, filled)], is_growing, standing or Standing())
-        held = HeldOffer(offer, Generation(self._generation), growth)
+        held = HeldOffer(offer, growth)
         reason = self._early.word((offer.transfer_id, offer.request_id))
         if reason is not None:
             self._gone.bury(held.pair, reason, now)
@@ -142,10 +139,9 @@ class OfferBook:
         held.num_readers -= 1
         return self._is_over(held)
 
-    def is_current(self, held: HeldOffer, generation: Generation) -> bool:
-        """Whether what was read since `generation` was seen is still what was offered."""
-        is_known = self._by_request.get(held.offer.request_id) is held and held.generation == generation
-        return is_known and not held.growth.standing.ended
+    def is_current(self, held: HeldOffer) -> bool:
+        """Whether what was read of it is still what was offered."""
+        return self._by_request.get(held.offer.request_id) is held and not held.growth.standing.ended
 
     def settle_all(self, reason: str, now: float) -> list[RequestId]:
         """Settles whatever is left, and abandons what grows; answers which requests are over with that."""

@@ -3,7 +3,8 @@
 In:  grants of sessions that are being served; ends of gathers (mover) and of writes (agent).
 Out: for each chunk one report to the sender: written, failed, or nothing of it is under way any more.
 Law: a chunk is written only by a session that is being served, from an offer that is still the same after the gather.
-     Only computed tokens are gathered.
+     Only computed tokens are gathered. What was gathered from an offer that its engine has taken back is gathered again
+     if the session goes on with an equal one.
      What is posted keeps its staging until its physical end, or until the agent has taken it back.
 
 Sessions take turns for memory (turns). What chunks for one instance hold of the arena is at most its share
@@ -17,12 +18,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, Protocol
 
-from kv_core.ids import Generation
 from kv_transfer.agent.base import Completion, Ticket
 from kv_transfer.copies import Copier
 from kv_transfer.lanes import Lane
 from kv_transfer.mover import Moved
-from kv_transfer.offers import OfferBook
+from kv_transfer.offers import HeldOffer, OfferBook
 from kv_transfer.plan.plan import needed
 from kv_transfer.protocol.messages import Grant, RefuseCode
 from kv_transfer.protocol.session import Sending
@@ -67,6 +67,12 @@ class Passages:
         session.moves.waiting.append(grant)
         self._turns.join(session)
 
+    def go_on(self, session: SendSession) -> None:
+        """Its chunks may have waited for what is computed by now, or for an offer."""
+        if session.moves.waiting:
+            self._turns.join(session)
+        self.pump()
+
     def drop(self, session: SendSession) -> None:
         """Forget what is not begun; take back what the agent has not posted."""
         session.moves.waiting.clear()
@@ -93,13 +99,16 @@ class Passages:
         else:
             self._room.counters.add("writes_failed")
             self._listener.chunk_failed(session, RefuseCode.WRITE_FAILED, completion.reason)
-        self._go_on(session)
+        self.go_on(session)
 
     def _serve(self, session: SendSession) -> Turn:
         if not session.moves.waiting or session.num_in_flight >= self._room.config.chunks_in_flight:
             # It comes back when a chunk of it has ended.
             return Turn.OVER
         grant, owner = session.moves.waiting[0], session.peer.run
+        if session.revoked or session.lack_of(session.chunks[grant.seq]):
+            # Until its offer has been taken from it, or has come as far as the one before had.
+            return Turn.OVER
         num_bytes = session.chunks[grant.seq].num_bytes
         if not self._arena.has_share(num_bytes, owner):
             return Turn.HAS_SHARE
@@ -118,32 +127,34 @@ class Passages:
         session.moves.begun.add(chunk.seq)
         session.moves.reads.add(chunk.seq)
         job = self._copier.gather(chunk, held.growth.tables, lease.slice.tensor, checksum=session.ask.checksum)
-        then = partial(self._gathered, session, Passage(chunk, grant.slice, lease), held.generation)
+        then = partial(self._gathered, session, Passage(chunk, grant.slice, lease), held)
         filled = held.growth.filled(needed(chunk, session.ask.tokens).stop)
         self._room.copies.submit(job, filled, then, session.gate, lane=Lane.OUT)
 
-    def _gathered(self, session: SendSession, passage: Passage, generation: Generation, moved: Moved) -> None:
+    def _gathered(self, session: SendSession, passage: Passage, held: HeldOffer, moved: Moved) -> None:
         """The chunk lies in our staging: write it, if it is still wanted and still what was offered."""
         session.moves.reads.discard(passage.chunk.seq)
-        why = self._unsound(session, generation, moved)
+        why = self._unsound(session, held, moved)
         if not why and session.state is Sending.SERVING:
             session.moves.held[passage.chunk.seq] = replace(passage, checksum=moved.value)
             self._write(session, passage.chunk.seq)
             return
         passage.lease.release()
-        if why and session.state is Sending.SERVING:
-            self._listener.chunk_failed(session, RefuseCode.GONE if session.revoked else RefuseCode.INTERNAL, why)
-        else:
+        if session.state is not Sending.SERVING:
             self._listener.chunk_dropped(session)
-        self._go_on(session)
+        elif held.growth.standing.ended:
+            # Whether it goes on with another offer is decided when the end of this one is heard of, or was.
+            session.moves.waiting.appendleft(Grant(session=session.name, seq=passage.chunk.seq, slice=passage.target))
+        else:
+            self._listener.chunk_failed(session, RefuseCode.INTERNAL, why)
+        self.go_on(session)
 
-    def _unsound(self, session: SendSession, generation: Generation, moved: Moved) -> str:
+    def _unsound(self, session: SendSession, held: HeldOffer, moved: Moved) -> str:
         """Why what was gathered is not what was offered; empty if it is."""
         if moved.error is not None:
             return f"the gather failed: {moved.error}"
-        if session.held is None or not self._offers.is_current(session.held, generation):
-            return session.revoked or "the offer changed while it was read"
-        return ""
+        is_sound = session.held is held and self._offers.is_current(held)
+        return "" if is_sound else "the offer changed while it was read"
 
     def _write(self, session: SendSession, seq: int) -> None:
         """Post the write; from here on only its physical end, or the agent's taking back, accounts for it."""
@@ -157,14 +168,9 @@ class Passages:
         except Exception as error:
             passage.lease.release()
             self._listener.chunk_failed(session, RefuseCode.WRITE_FAILED, str(error))
-            self._go_on(session)
+            self.go_on(session)
             return
         session.marks.gathered = session.marks.gathered or self._room.timers.clock()
         self._ranges[ticket] = self._room.ranges.begin("wire")
         session.moves.writes[ticket] = passage
         self._tickets[ticket] = session
-
-    def _go_on(self, session: SendSession) -> None:
-        if session.moves.waiting:
-            self._turns.join(session)
-        self.pump()

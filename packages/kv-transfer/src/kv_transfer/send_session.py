@@ -81,6 +81,10 @@ class SendSession:
     """Every copy out of the offer's blocks goes through it; shut before they are given back."""
     end: End = End(RefuseCode.GONE, "the session has ended")
     deadline: Timer | None = None
+    told: int = 0
+    """Tokens that its receiver was told are computed."""
+    is_invited: bool = False
+    """Its receiver was told the very blocks, and reads them without asking again."""
 
     def __post_init__(self) -> None:
         self.marks = Marks(self.asked_at)
@@ -130,6 +134,10 @@ class SendSession:
         """What of the offer's prompt is wanted and not computed; empty if nothing is, or there is no offer."""
         return "" if self.held is None else self.held.growth.lack(self.ask.tokens)
 
+    def lack_of(self, chunk: Chunk) -> str:
+        """The same of one chunk."""
+        return "" if self.held is None else self.held.growth.lack(needed(chunk, self.ask.tokens))
+
     @property
     def revoked(self) -> str:
         """Why the engine has taken the offer's blocks back; empty if it has not, or there is no offer."""
@@ -153,7 +161,8 @@ class SendSession:
         if grant.seq >= len(self.chunks):
             return f"no such chunk: seq={grant.seq}, chunks={len(self.chunks)}"
         chunk = self.chunks[grant.seq]
-        if self.held is not None and (lack := self.held.growth.lack(needed(chunk, self.ask.tokens))):
+        is_told = needed(chunk, self.ask.tokens).stop <= self.told
+        if not is_told and (lack := self.lack_of(chunk)):
             return f"chunk {grant.seq} is granted too early: {lack}"
         wanted = chunk.num_bytes
         if grant.slice.num_bytes != wanted:

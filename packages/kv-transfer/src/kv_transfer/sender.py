@@ -4,7 +4,8 @@ In:  offers and settlements of our engine; Ask, Grant, Close and Cancel of peers
 Out: Ready, Refuse, Data and Quiet; the requests whose blocks are free again.
 Law: what is settled is read to the end by those who read it, and by nobody else. Quiet is said only when nothing of the
      session can be written any more. A session that has ended is remembered, and never begins again. Of a prompt that
-     is being computed nothing is read but what is computed; when its engine takes it back, its sessions fail.
+     is being computed nothing is read but what is computed; when its engine takes it back, its sessions go on with an
+     equal offer, or fail.
 """
 
 import logging
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kv_core.ids import RequestId, SessionId, TransferId
-from kv_transfer.admission import misfit, not_admitted
+from kv_transfer.admission import not_admitted, unserved
 from kv_transfer.copies import Copier
 from kv_transfer.growth import Standing
 from kv_transfer.invitations import Invitations
@@ -41,6 +42,7 @@ from kv_transfer.protocol.session import SENDER, IllegalEvent, SendAction, SendE
 from kv_transfer.room import Room
 from kv_transfer.send_session import End, Passage, SendSession
 from kv_transfer.staging import Arena
+from kv_transfer.succession import is_handed_on
 from kv_transfer.tombstones import Tombstones
 
 if TYPE_CHECKING:
@@ -95,6 +97,7 @@ class Sender:
             held.growth.advance(num_computed, by_group, filled)
             for session in waiting:
                 self._on(session, SendEvent.ADVANCED)
+                self.passages.go_on(session)
             self._consider_parked(held.offer.transfer_id)
 
     def complete(self, request_id: RequestId) -> None:
@@ -103,11 +106,15 @@ class Sender:
             self._on_sent(request_id)
 
     def abandon(self, request_id: RequestId, reason: str) -> None:
-        """A growing offer ends without its prompt, and with it whoever is served from it."""
+        """A growing offer ends without its prompt, and with it whoever is served from it and finds no equal one."""
         held = self.offers.abandon(request_id, reason, self._room.timers.clock())
         if held is not None:
             for session in self._serving(held):
-                self.chunk_failed(session, RefuseCode.GONE, f"{reason}, wanted={session.ask.tokens}")
+                if is_handed_on(session, self.offers, self._room):
+                    self._on(session, SendEvent.ADVANCED)
+                    self.passages.go_on(session)
+                else:
+                    self.chunk_failed(session, RefuseCode.GONE, f"{reason}, wanted={session.ask.tokens}")
             self._consider_parked(held.offer.transfer_id)
 
     def settle(self, transfer_id: TransferId, request_id: RequestId, reason: str) -> None:
@@ -254,10 +261,7 @@ class Sender:
             return end
         if gone := self.offers.why_gone(session.pair):
             return End(RefuseCode.GONE, clipped(f"the offer of transfer {session.ask.transfer_id} is gone: {gone}"))
-        identity = self._room.identity
-        share = identity.state.share_of(identity.card.rank)
-        why = misfit(session.ask, identity.state, share, identity.card.max_chunk_bytes, held)
-        return End(RefuseCode.UNFIT, clipped(why)) if why else None
+        return End(RefuseCode.UNFIT, clipped(why)) if (why := unserved(session, self._room, held)) else None
 
     def _arm(self, session: SendSession) -> None:
         """A session lives as long as its receiver waits, but never longer than we allow; asking again adds nothing."""
