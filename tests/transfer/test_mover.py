@@ -10,6 +10,7 @@ import torch
 from kv_transfer.gate import Gate
 from kv_transfer.lanes import Lane
 from kv_transfer.mover import MAX_FLIGHTS, Mover, MoverFailed
+from kv_transfer.pulse import NUM_LOOKS, Watcher
 
 WAIT_S = 10
 
@@ -291,3 +292,61 @@ def test_a_lane_that_is_lost_leaves_the_end_to_the_copy_thread(thread):
     thread.lanes.lost = RuntimeError("the device is lost")
     wake(thread.lanes.lost)
     assert "lost" in str(thread.next_end()[1].error)
+
+
+def test_a_copy_that_hangs_is_seen_while_others_end(thread):
+    """By the pulse of the oldest: the thread itself gets on with every end."""
+    now = 0.0
+    watchers = [Watcher(pulse, lambda: now, 10.0) for pulse in (thread.mover.pulse, thread.mover.oldest)]
+    thread.copy("hangs")
+    thread.next_begun()
+    for number in range(2 * NUM_LOOKS):
+        thread.copy(number, Lane.OUT)
+        thread.next_begun()
+        thread.lanes.let_on(Lane.OUT)
+        assert thread.next_end()[0] == number
+        now += 1.0
+        found = [watcher.trouble() for watcher in watchers]
+    assert found == ["", "the oldest copy in flight hangs: it has been in 'copy' for 10.0 s"]
+    thread.lanes.let_on(Lane.IN)
+    assert thread.next_end()[0] == "hangs"
+    assert watchers[1].trouble() == ""
+
+
+def test_copies_that_end_in_turn_do_not_hang(thread):
+    now = 0.0
+    watcher = Watcher(thread.mover.oldest, lambda: now, 10.0)
+    thread.copy(0)
+    for number in range(1, 3 * NUM_LOOKS):
+        thread.copy(number)
+        thread.lanes.let_on(Lane.IN)
+        assert thread.next_end()[0] == number - 1
+        now += 1.0
+        assert watcher.trouble() == ""
+    thread.lanes.let_on(Lane.IN)
+    thread.next_end()
+    now += 100.0
+    assert watcher.trouble() == ""
+
+
+def test_a_thread_that_fails_does_not_wait_for_ever_for_a_copy_that_hangs(thread, monkeypatch):
+    """Everybody else is told; who hangs keeps its blocks until its lane says that it is over."""
+    monkeypatch.setattr("kv_transfer.mover.GIVE_UP_S", 0.05)
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    gate = Gate()
+    thread.copy("hangs", gate=gate)
+    thread.next_begun()
+    wake = thread.lanes.wakes.get(timeout=WAIT_S)
+    thread.copy("fails", Lane.OUT, fails=SystemExit("an error of our own"))
+    thread.lanes.let_on(Lane.OUT)
+    name, moved = thread.next_end()
+    assert (name, type(moved.error)) == ("fails", MoverFailed)
+    assert thread.mover.close(WAIT_S), "the thread has ended"
+    assert not gate.shut()
+    thread.copy("late")
+    assert thread.next_end()[0] == "late"
+    thread.lanes.let_on(Lane.IN)
+    wake(None)
+    name, moved = thread.next_end()
+    assert (name, type(moved.error)) == ("hangs", MoverFailed)
+    assert gate.shut()

@@ -10,7 +10,9 @@ Law: jobs begin one at a time, in order of submission; whatever a job raises is 
      A job may be done in steps: it yields, and goes on when what it has queued so far is over. If all that is left
      then is to look at what was copied, it returns a Look: whoever tells the job's end takes it, without another turn.
      A job with a gate runs inside it, and leaves when its copies are over. When the thread fails every job ends badly,
-     those that are queued and those that come later; those that run, once their copies are over.
+     those that are queued and those that come later; those that run, once their copies are over. A copy that is not
+     over `GIVE_UP_S` after that keeps its gate, and with it its blocks and its staging, until its lane says that it is.
+     Two pulses: of the thread, and of what has been in flight for longest, which no other copy's end makes younger.
 """
 
 import logging
@@ -43,6 +45,10 @@ MAX_FLIGHTS: Final = 16
 
 LOOK_S: Final = 1e-3
 """Longest pause between looks at copies that run; their lane wakes us when one is over."""
+
+
+GIVE_UP_S: Final = 5.0
+"""How long a thread that has failed waits for the copies that it has begun."""
 
 
 def _always() -> bool:
@@ -88,6 +94,8 @@ class _Flight:
     value: int | Look | None = None
     error: Exception | None = None
     number: int = 0
+    since: int = 0
+    """How many steps of any job had been queued when its last was; 0 while that is being queued."""
 
     def outcome(self) -> tuple[int | None, Exception | None]:
         """What it has returned, or raised; its copies are over."""
@@ -110,6 +118,8 @@ class Mover:
         self._lanes = lanes or lanes_for(device)
         torch.get_num_threads()
         self.pulse = Pulse("copy thread")
+        self.oldest = Pulse("oldest copy in flight")
+        self._num_steps = 0
         self._lock = threading.Condition()  # guards the queue, and who ends a flight
         self._jobs: deque[_Job] = deque()
         self._is_closing = False
@@ -227,6 +237,8 @@ class Mover:
         assert flight.steps is not None, "law: what has ended does not go on"
         with self._lock:
             flight.number += 1
+            flight.since = 0
+            self._see_oldest()
             steps, flight.steps = flight.steps, None
         lane = flight.job.lane
         try:
@@ -244,12 +256,20 @@ class Mover:
         finally:
             self._watch(flight, lane)
 
+    def _see_oldest(self) -> None:
+        """Under the lock."""
+        self.oldest.is_at(min((each.since for each in self._flights if each.since), default=None), "copy")
+
     def _watch(self, flight: _Flight, lane: Lane) -> None:
         """From now on the job waits for what its lane has been given."""
         try:
             flight.is_over = self._lanes.end_of(lane, partial(self._is_told, flight, flight.number))
         except Exception as lost:
             self._is_lost(flight, lost)
+        with self._lock:
+            self._num_steps += 1
+            flight.since = self._num_steps
+            self._see_oldest()
 
     def _is_over(self, flight: _Flight) -> bool:
         try:
@@ -278,6 +298,7 @@ class Mover:
             if flight not in self._flights:
                 return
             self._flights.remove(flight)
+            self._see_oldest()
         value, error = flight.outcome()
         self._leave(flight.job)
         self._tell(flight.job, Moved(value, error, time.perf_counter() - flight.began_at))
@@ -286,15 +307,24 @@ class Mover:
         """Whoever waits for a copy is told that it will not be made, and that it runs no more."""
         with self._lock:
             flights, self._flights = self._flights, []
-        for flight in flights:
-            while not self._is_over(flight):
-                time.sleep(LOOK_S)
-            self._leave(flight.job)
+        until = time.monotonic() + GIVE_UP_S
+        while time.monotonic() < until and not all(self._is_over(flight) for flight in flights):
+            time.sleep(LOOK_S)
         with self._lock:
             self.pulse.ends(failure)
-            lost, self._jobs = [*(flight.job for flight in flights), *self._jobs], deque()
-        for job in lost:
+            queued, self._jobs = self._jobs, deque()
+            for flight in flights:
+                flight.steps, flight.error = None, flight.error or self._lost().error
+            # From here on their lanes' own threads may tell them.
+            self._flights = list(flights)
+            self._see_oldest()
+        for job in queued:
             self._tell(job, self._lost())
+        for flight in flights:
+            if self._is_over(flight):
+                self._end(flight)
+            else:
+                logger.critical("a copy is still not over: its blocks and its staging are kept until it is")
 
     def _lost(self) -> Moved:
         return Moved(None, MoverFailed(f"the copy thread has failed: {self.pulse.failure}"), 0.0)

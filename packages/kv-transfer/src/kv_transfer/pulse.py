@@ -21,7 +21,7 @@ class Beat(NamedTuple):
 
 
 class Pulse:
-    """Written by one thread, read by any; each write is one assignment."""
+    """Written by one thread, or under one lock, and read by any; each write is one assignment."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -32,6 +32,10 @@ class Pulse:
     def begins(self, what: str) -> None:
         """The thread begins something that may take time."""
         self.beat = Beat(self.beat.number + 1, what)
+
+    def is_at(self, number: int | None, what: str) -> None:
+        """What counts is this thing, and has been since it was first named; None: nothing does."""
+        self.beat = Beat(self.beat.number, "") if number is None else Beat(number, what)
 
     def rests(self) -> None:
         """The thread waits for something to do."""

@@ -117,7 +117,9 @@ class Transceiver:
                 faults=faults,
                 agent=agent,
                 copies=self._mover,
-                health=Health(self._reactor.timers, (agent.pulse, self._mover.pulse), config.stall_s),
+                health=Health(
+                    self._reactor.timers, (agent.pulse, self._mover.pulse, self._mover.oldest), config.stall_s
+                ),
                 history=History(self._reactor.timers.clock, self._reports.append),
                 ranges=ranges,
                 direct=direct if config.direct else None,
