@@ -1,9 +1,12 @@
 """`kvferry bench paths`: what it concludes, and one small run."""
 
 import json
+import multiprocessing
+import time
 
 import pytest
 
+from kv_engine_adapter.cli import bench
 from kv_engine_adapter.cli.bench import main, threshold
 from kv_transfer.thresholds import CHUNK, DEVICE_POST, IN_PLACE_RUN
 
@@ -63,3 +66,17 @@ def test_what_cannot_be_measured_is_refused_before_anything_is(capsys, words, na
         main(["paths", *words])
     assert end.value.code == 2
     assert f"argument {named}" in capsys.readouterr().err
+
+
+def hang(pipe, *_):
+    """Stands for a measurement; in the process that was to make it."""
+    time.sleep(600)
+
+
+def test_a_measurement_that_hangs_is_given_up_and_its_process_ended(monkeypatch, capsys):
+    monkeypatch.setattr(bench, "_measure", hang)
+    monkeypatch.setattr(bench, "MEASURE_S", 0.2)
+    monkeypatch.setattr(bench, "END_S", 0.1)
+    assert main(["paths", "--mib", "4", "--kib", "4", "--repeats", "1"]) == 2
+    assert "staged at 4 KiB did not end in 0.2 s" in capsys.readouterr().err
+    assert multiprocessing.active_children() == []

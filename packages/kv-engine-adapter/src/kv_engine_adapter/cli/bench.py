@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from statistics import median
 from typing import Any, Final
 
@@ -30,6 +31,10 @@ PATHS: Final[dict[str, dict[str, Any]]] = {
     "in place": {"direct": False, "own_blocks": True, "in_place_run_bytes": 1},
     "direct": {},
 }
+MEASURE_S: Final = 600.0
+"""How long one path at one length may take, with the start of its process."""
+END_S: Final = 10.0
+"""How long a process that has told its figures may take to end."""
 KIBS: Final = (4, 16, 32, 64, 256, 1024)
 
 Figures = dict[int, dict[str, float]]
@@ -72,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measured(path: str, kib: int, gpus: tuple[str, str] | None, options: argparse.Namespace) -> float | None:
-    """GB/s of one path; in a process of its own, which may begin CUDA. None if that ended without a word."""
+    """GB/s of one path; in a process of its own, which may begin CUDA. None if that ended without a word, or hangs."""
     block = kib * 1024 // ROW_BYTES
     tokens = max(1, options.mib * (1 << 20) // (block * TOKEN_BYTES)) * block
     case = Case(Side(block=block), Side(block=block), tokens, settings=PATHS[path])
@@ -82,13 +87,23 @@ def _measured(path: str, kib: int, gpus: tuple[str, str] | None, options: argpar
     process.start()
     theirs.close()
     try:
+        if not pipe.poll(MEASURE_S):
+            print(f"kvferry bench: {path} at {kib} KiB did not end in {MEASURE_S:g} s", file=sys.stderr)
+            return None
         seconds, taken = pipe.recv()
     except EOFError:
         return None
     finally:
-        process.join()
+        _end(process)
     assert taken == {path}, f"another path was taken: wanted={path}, taken={taken}"
     return case.num_bytes(1) / float(median(seconds)) / 1e9
+
+
+def _end(process: SpawnProcess) -> None:
+    process.join(END_S)
+    if process.is_alive():
+        process.kill()
+        process.join()
 
 
 def _measure(pipe: Connection, case: Case, gpus: tuple[str, str] | None, repeats: int) -> None:
