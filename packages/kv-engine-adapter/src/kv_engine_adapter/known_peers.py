@@ -1,8 +1,9 @@
 """Which hosts this engine exchanges KV with: configured, never guessed from what a client sends.
 
-In:  the `peers` setting: addresses, networks (CIDR) and host names.
-Out: whether a host named in `kv_transfer_params` may be called.
+In:  the `peers` setting: numeric addresses and networks (CIDR), and "localhost".
+Out: whether a `remote_host` of `kv_transfer_params` may be called.
 Law: a host that is not listed is refused before anything is sent to it. Without a setting only this machine is listed.
+     Names are not looked up: any other name may be listed, and is compared, but nobody is called by it (`wire`).
 """
 
 import ipaddress
@@ -26,7 +27,7 @@ class KnownPeers:
 
     @classmethod
     def of(cls, entries: Iterable[str]) -> "KnownPeers":
-        """Read addresses, networks and names; `CallerError` for an entry that is none of these."""
+        """Read addresses, networks and names (see above); `CallerError` for an entry that is none of these."""
         networks: list[_Network] = []
         names: set[str] = set()
         for entry in entries:
