@@ -23,11 +23,14 @@ def test_small_arenas_need_no_word_on_chunks():
 
 
 def test_a_chunk_that_was_asked_for_must_fit():
-    with pytest.raises(ConfigError, match="send_arena_bytes is out of range"):
-        TransferConfig(chunk_bytes=2 * MIB, send_arena_bytes=MIB)
+    for field in ("send_arena_bytes", "receive_arena_bytes"):
+        both = f"chunk_bytes={2 * MIB}, {field}={MIB}; raise {field}, or lower chunk_bytes"
+        with pytest.raises(ConfigError, match=both):
+            TransferConfig(chunk_bytes=2 * MIB, **{field: MIB})
 
 
-def test_a_chunk_must_fit_into_the_arena_that_nobody_asked_for():
-    assert TransferConfig(chunk_bytes=256 * MIB).send_arena_bytes is None
-    with pytest.raises(ConfigError, match="send_arena_bytes is out of range"):
-        TransferConfig(chunk_bytes=257 * MIB)
+def test_an_arena_that_nobody_asked_for_grows_with_the_chunk():
+    assert TransferConfig(chunk_bytes=257 * MIB).send_arena_bytes is None
+    assert default_arena_bytes(None, 257 * MIB) == 514 * MIB
+    assert default_arena_bytes(None, 8 * MIB) == default_arena_bytes(None) == 256 * MIB
+    assert default_arena_bytes(141 << 30, 512 * MIB) == 2048 * MIB

@@ -28,10 +28,14 @@ ARENA_SHARE: Final = 64
 """An arena that nobody has asked for takes at most this part of a GPU's memory, or `ARENA_BYTES`."""
 
 
-def default_arena_bytes(device_bytes: int | None) -> int:
-    """The default of `send_arena_bytes` and `receive_arena_bytes`; of a GPU of so much memory, or of a host (None)."""
+def default_arena_bytes(device_bytes: int | None, chunk_bytes: int | None = None) -> int:
+    """The default of `send_arena_bytes` and `receive_arena_bytes`; of a GPU of so much memory, or of a host (None).
+
+    Where chunks of a size were asked for it holds two: one alone would wait for the one before it.
+    """
     part = 0 if device_bytes is None else device_bytes // ARENA_SHARE
-    return max(ARENA_BYTES, min(ARENA.num_bytes, 1 << max(0, part.bit_length() - 1)))
+    usual = max(ARENA_BYTES, min(ARENA.num_bytes, 1 << max(0, part.bit_length() - 1)))
+    return max(usual, 2 * (chunk_bytes or 0))
 
 
 MIN_CHUNK_BYTES: Final = 64
@@ -108,7 +112,7 @@ class TransferConfig:
     (`default_chunk_bytes`), and at most a quarter of an arena."""
     send_arena_bytes: int | None = None
     """Staging memory of each rank for what it sends. None: 256 MiB; on a GPU a 64th of its memory, if that is more, in
-    powers of two up to 2 GiB."""
+    powers of two up to 2 GiB; and at least two chunks, if `chunk_bytes` is set."""
     receive_arena_bytes: int | None = None
     """Staging memory of each rank for what it receives. None: as `send_arena_bytes`."""
     chunks_in_flight: int = 4
@@ -144,8 +148,10 @@ class TransferConfig:
             if (got := getattr(self, field)) is not None:
                 _check_range(field, got, least, most)
         for field in ("send_arena_bytes", "receive_arena_bytes"):
-            arena_bytes = getattr(self, field) or ARENA_BYTES
-            _check_range(field, arena_bytes, self.chunk_bytes or MIN_CHUNK_BYTES, MAX_ARENA_BYTES)
+            arena_bytes = getattr(self, field)
+            if arena_bytes is not None and arena_bytes < (self.chunk_bytes or 0):
+                both = f"chunk_bytes={self.chunk_bytes}, {field}={arena_bytes}"
+                raise ConfigError(f"a chunk does not fit into an arena: {both}; raise {field}, or lower chunk_bytes")
 
     def _check_address(self) -> None:
         if self.advertised_host is None and self.bind_host in WILDCARDS:
