@@ -10,6 +10,7 @@ from kv_engine_adapter.known_peers import KnownPeers
 from kv_engine_adapter.orders import AbandonOffer
 from kv_engine_adapter.ports import ScheduledRequest
 from kv_engine_adapter.scheduler import FerryScheduler, Identity
+from kv_testing.booked import LEASE_S, LeasedDoor
 from kv_testing.fake_door import FakeDoor, FakeRequest
 from kv_transfer.orders import Settled
 
@@ -225,11 +226,42 @@ def test_a_release_while_it_is_computed_is_passed_on(scheduler, door):
 
 
 @pytest.mark.parametrize("wrong", ["not hex", "ab", 5, "CD" * 16])
-def test_an_id_that_is_none_is_not_used(scheduler, door, wrong):
+def test_an_id_that_is_none_is_not_used_and_told_once(scheduler, caplog, wrong):
     request = prefill(wrong)
     assert begun(scheduler, request).growing == ()
+    scheduler.early.announced(request)
+    assert caplog.records == []
     assert scheduler.finished(request, ((5, 8, 2),), complete=True)[0]
+    assert len(caplog.records) == 1
     assert scheduler.take_orders().offers[0].transfer_id not in (wrong, CHOSEN)
+
+
+def test_an_offer_waits_for_its_prompt_and_its_lease_begins_with_the_end_of_it():
+    door = LeasedDoor()
+    scheduler, request = make(door), prefill()
+    scheduler.early.announced(request)
+    door.now += TERMS.lease_s - 1
+    assert door.book.expire(door.now) == [], "longer than any lease"
+    step(scheduler, 0, NUM_TOKENS, ((5, 8, 2),))
+    assert scheduler.finished(request, ((5, 8, 2),), complete=True)[0]
+    door.now += LEASE_S - 1
+    assert door.book.expire(door.now) == []
+    door.now += 1
+    assert [each.request_id for each in door.book.expire(door.now)] == [P]
+
+
+def test_a_prompt_that_waits_too_long_says_for_what(caplog):
+    door = LeasedDoor()
+    scheduler = make(door)
+    begun(scheduler)
+    step(scheduler, 32, 32, ((8,),))
+    door.now += TERMS.lease_s
+    door.settled += door.book.expire(door.now)
+    (end,) = step(scheduler).settled
+    assert end.reason == "it was not computed in time: max_wait_s=600 s are over, computed=[0, 32) of [0, 70)"
+    assert [end.reason[len("it was not computed in time: ") :] in each.getMessage() for each in caplog.records] == [
+        True
+    ]
 
 
 def test_a_request_that_is_aborted_before_its_turn_ends_at_once(scheduler, door):

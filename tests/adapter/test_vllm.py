@@ -219,3 +219,17 @@ def test_what_other_connectors_load_and_lose_is_heard_by_early_offers():
         early.stepped.assert_called_with((), (), may_load=output.has_sync_kv_loads)
     connector.update_connector_output(KVConnectorOutput(invalid_block_ids={5, 8}))
     early.blocks_lost.assert_called_once_with({5, 8})
+
+
+def test_a_prompt_may_wait_longer_for_its_turn_than_a_lease_lasts():
+    from kv_engine_adapter.vllm import compat
+    from kv_engine_adapter.vllm.groups import ModelCaches
+    from kv_engine_adapter.vllm.setup import SchedulerSetup
+    from kv_transfer.config import TransferConfig
+
+    half = object.__new__(SchedulerSetup)
+    vars(half).update(model=ModelCaches(2, 64, 16), _config=SimpleNamespace(max_concurrent_batches=2))
+    assert compat.TELLS_PREEMPTED
+    terms = half._early_terms(TransferConfig(max_wait_s=900.0, max_lease_s=60.0))
+    assert terms is not None
+    assert tuple(terms) == (900.0, 1, 16, 2)

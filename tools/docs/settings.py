@@ -22,7 +22,9 @@ from kv_transfer.config import RANGES, TransferConfig
 
 FILE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 SIDES = {
-    **dict.fromkeys(("lease_s", "max_lease_s", "send_arena_bytes", "max_sessions", "share_in_place"), "prefill"),
+    **dict.fromkeys(
+        ("lease_s", "max_lease_s", "max_wait_s", "send_arena_bytes", "max_sessions", "share_in_place"), "prefill"
+    ),
     **dict.fromkeys(
         (
             "renew_s",

@@ -49,7 +49,8 @@ class _Early:
 
 
 class EarlyTerms(NamedTuple):
-    """How long an offer may wait until its prompt is computed; how many block tables a request has, of which blocks."""
+    """How long an offer may wait until its prompt is computed, when its lease begins; how many block tables a request
+    has, of which blocks."""
 
     lease_s: float
     num_groups: int
@@ -96,7 +97,7 @@ class EarlyOffers:
         name = request.request_id
         if self._terms is None or name in self._early or self._is_taken(name) or not _may_be_early(request):
             return
-        transfer_id = chosen(request)
+        transfer_id = chosen(request, tells=False)
         prompt_key = request.prompt_key() if transfer_id else ""
         if transfer_id is None or isinstance(prompt_key, str):
             return
@@ -161,6 +162,16 @@ class EarlyOffers:
             early.is_given_up = True
             self._abandoned.append(AbandonOffer(request_id, reason))
 
+    def reason_of(self, request_id: RequestId, reason: str) -> str:
+        """Why an offer serves nobody from now on: one that has waited too long says for what."""
+        early = self._early.get(request_id)
+        if early is None or reason != "expired":
+            return reason
+        assert self._terms is not None, "law: without terms nothing is early"
+        why = f"max_wait_s={self._terms.lease_s:g} s are over, computed=[0, {early.told}) of [0, {early.num_tokens})"
+        logger.warning("kvferry: request %s is offered no more: %s", request_id, why)
+        return f"it was not computed in time: {why}"
+
     def settled(self, request_id: RequestId) -> bool:
         """The door says that an offer serves nobody from now on; whether it is, or was, one of these."""
         early = self._early.get(request_id)
@@ -219,10 +230,14 @@ def _may_be_early(request: RequestView) -> bool:
     return wants_offer(request.params) and not wants_load(request.params) and not request.is_rejected
 
 
-def chosen(request: RequestView) -> TransferId | None:
-    """The id that the client chose; None if it chose none, or something that is none."""
+def chosen(request: RequestView, *, tells: bool = True) -> TransferId | None:
+    """The id that the client chose; None if it chose none, or something that is none.
+
+    `tells` the log of that: once, when it is offered, and not each time that it is looked at.
+    """
     try:
         return chosen_transfer(request.params)
     except HandoverError as error:
-        logger.warning("kvferry: request %s is offered under an id of ours: %s", request.request_id, error)
+        if tells:
+            logger.warning("kvferry: request %s is offered under an id of ours: %s", request.request_id, error)
         return None

@@ -306,7 +306,7 @@ class FerryScheduler:
     def take_orders(self) -> StepOrders:
         """What the workers have to do from now on; each order is given once."""
         settled = tuple(
-            SettleOffer(end.request_id, end.transfer_id, end.reason)
+            SettleOffer(end.request_id, end.transfer_id, self.early.reason_of(end.request_id, end.reason))
             for end in self._door.poll_settled()
             if end.request_id in self._offered or self.early.settled(end.request_id)
         )

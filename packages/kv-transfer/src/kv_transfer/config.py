@@ -45,6 +45,7 @@ RANGES: Final[dict[str, tuple[float, float]]] = {
     "port": (0, 65535),
     "lease_s": _TIME,
     "max_lease_s": _TIME,
+    "max_wait_s": _TIME,
     "renew_s": _TIME,
     "request_deadline_s": _TIME,
     "release_deadline_s": _TIME,
@@ -90,6 +91,8 @@ class TransferConfig:
     """How long an offer waits for its consumers, from its opening or from a consumer's last renewal."""
     max_lease_s: float = 600.0
     """How long an offer waits at most, however often it is renewed."""
+    max_wait_s: float = 3600.0
+    """How long a prompt that is offered before it is computed may wait for that; its lease begins then."""
     renew_s: float = 5.0
     """How often the leases of remote offers that our requests wait for are renewed."""
     request_deadline_s: float = 30.0

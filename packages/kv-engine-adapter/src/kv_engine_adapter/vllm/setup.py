@@ -87,7 +87,7 @@ class SchedulerSetup:
         if not compat.TELLS_PREEMPTED or any(self.model.windows):
             return None
         num_in_flight = compat.num_in_flight(self._config)
-        return EarlyTerms(settings.max_lease_s, len(self.model.windows), self.model.block_size, num_in_flight)
+        return EarlyTerms(settings.max_wait_s, len(self.model.windows), self.model.block_size, num_in_flight)
 
 
 class WorkerSetup:
