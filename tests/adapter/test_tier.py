@@ -163,6 +163,10 @@ def test_a_load_that_failed_is_not_found_again(clock):
     tiers.loads_over(["b"], {"b"})
     assert tiers.num_tokens(request("c", 101), 0) == 0
     assert tiers.counts["loads_failed"] == 1
+    save(tiers, request("d", 101))
+    assert tiers.num_tokens(again, 0) == 0, "an engine may not be able to load for it again"
+    tiers.finished(again, 0, ((),))
+    assert tiers.num_tokens(again, 0) == 100, "another request of that name"
     tiers.check()
 
 
@@ -350,6 +354,7 @@ def test_what_is_kept_is_written_through_with_its_wishes(clock):
     write = save_order.write
     assert write.prefix == Prefix(packed(ended.tokens[:100]), Scope())
     assert write.slots == save_order.slots
+    assert write.prompt_end == 79
     assert write.wishes == (Wish(Span(0, 32), 90, 60_000), Wish(Span(32, 100), 35))
     assert answer(tiers, (job, 100)) == [job]
     assert tiers.num_tokens(request("b", 101), 0) == 100

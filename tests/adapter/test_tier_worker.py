@@ -210,6 +210,24 @@ def test_wishes_are_written_with_the_records(sides, tmp_path):
     assert all((name[2] != "x0") == (name[1] == "p90") for name in names)
 
 
+@pytest.mark.parametrize(("prompt_end", "found"), [(0, 64), (64, 64), (70, 70), (75, 64)])
+def test_a_prompt_that_comes_again_finds_its_end_within_a_record(sides, tmp_path, prompt_end, found):
+    world = full_world(cut(), NUM_TOKENS)
+    store = PrefixStore(config_of(tmp_path, tokens_per_record=32), world.state)
+    side = sides(world, 0, store)
+    side.obey(save(side, write=WriteToDisk(JobId(3), PREFIX, SLOTS, WISHES, prompt_end)))
+    assert set(side.answers) == {Answer(1, NUM_TOKENS), Answer(3, NUM_TOKENS)}
+    for num_tokens, expected in ((70, found), (NUM_TOKENS, NUM_TOKENS)):
+        prefix = Prefix(packed(range(num_tokens)), Scope())
+        (told,) = side.obey(FindOnDisk(JobId(5), prefix, 60.0))
+        assert told.num_tokens == expected
+        fetch = FetchFromDisk(JobId(6), prefix, Span(0, expected), SLOTS, 60.0)
+        assert side.obey(fetch) == [Answer(6, expected)]
+        wipe(side)
+        side.obey(load(side, tokens=Span(0, expected)))
+        assert num_wrong(world, Span(0, expected)) == 0
+
+
 def test_a_record_has_the_strongest_wish_that_touches_it():
     wishes = [Wish(Span(0, 32), 90, 60_000), Wish(Span(32, 64), 90), Wish(Span(64, 75), 5)]
     assert [*by_record(wishes, 16)] == wishes

@@ -15,6 +15,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Final
 
 from kv_core.ids import RequestId
 from kv_core.retention import RetentionConfig
@@ -30,6 +31,9 @@ from kv_engine_adapter.tier_terms import TierTerms
 
 logger = logging.getLogger(__name__)
 
+MAX_FAILED: Final = 4096
+"""Requests remembered of which a load has failed: of some it is told when they have ended already."""
+
 
 class PrefixTiers:
     """What one engine keeps in host memory and on disk."""
@@ -44,6 +48,7 @@ class PrefixTiers:
         self._questions: dict[RequestId, Question] = {}
         self._wishes: dict[RequestId, RetentionConfig | None] = {}
         self._loading: dict[RequestId, tuple[int, ...]] = {}
+        self._failed: dict[RequestId, None] = {}
         self._copying: set[JobId] = set()
         self._freed: list[JobId] = []
         self._is_resetting = False
@@ -85,7 +90,14 @@ class PrefixTiers:
         return True
 
     def loads_over(self, request_ids: Iterable[RequestId], failed: Collection[RequestId] = ()) -> None:
-        """Every rank reported these loads over. What failed is not found again; loads of others are ignored."""
+        """Every rank reported these loads over, ours or others'; what failed of ours is not found again.
+
+        A request of which a load has failed, from anywhere, is computed. Why: vLLM (0.32) goes on reserving the blocks
+        of a load that failed, so that a second one which needs more than half of all blocks would never be admitted.
+        """
+        self._failed.update(dict.fromkeys(failed))
+        while len(self._failed) > MAX_FAILED:
+            del self._failed[next(iter(self._failed))]
         for request_id in request_ids:
             slots = self._loading.pop(request_id, None)
             if slots is not None and request_id in failed:
@@ -103,6 +115,7 @@ class PrefixTiers:
         self._drop(request.request_id)
         retention = self._retention(request)
         del self._wishes[request.request_id]
+        self._failed.pop(request.request_id, None)
         num_filled = min(num_filled, self._terms.capacity)
         if num_filled < 1 or self._is_resetting or request.request_id in self._loading:
             return None
@@ -125,7 +138,7 @@ class PrefixTiers:
         if kept is None:
             self.counts["no_room"] += 1
             return None
-        write = self._disk.write(kept, tokens, scope, retention)
+        write = self._disk.write(kept, tokens, scope, retention, request.num_prompt_tokens)
         return self._copy(kept, self._terms.from_block(num_held, num_filled), tables, write)
 
     def _copy(self, kept: Kept, tokens: Span, tables: Tables, write: WriteToDisk | None) -> JobId:
@@ -208,7 +221,9 @@ class PrefixTiers:
         if known is not None and len(known.tokens) == request.num_tokens - 1:
             return known
         self._drop(request.request_id)
-        if request.needs_every_token or request.num_tokens < 2 or isinstance(scope := request.scope(), str):
+        if request.needs_every_token or request.num_tokens < 2 or request.request_id in self._failed:
+            return None
+        if isinstance(scope := request.scope(), str):
             return None
         tokens = request.all_tokens()[: request.num_tokens - 1]
         question = Question(tokens, scope, self._retention(request), self._slots.find(tokens, scope))

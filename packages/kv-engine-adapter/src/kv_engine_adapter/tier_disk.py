@@ -98,7 +98,7 @@ class DiskTier:
         return True
 
     def write(
-        self, kept: Kept, tokens: Sequence[int], scope: Scope, retention: RetentionConfig | None
+        self, kept: Kept, tokens: Sequence[int], scope: Scope, retention: RetentionConfig | None, num_prompt: int
     ) -> WriteToDisk | None:
         """The order that writes what is kept and then releases it; `None` if there is no disk, or it is far behind."""
         if not self._terms.has_disk:
@@ -109,7 +109,8 @@ class DiskTier:
         self._num_writing += len(kept.slots)
         self._slots.pin(kept)
         job = self._jobs.new(partial(self._written, kept))
-        return WriteToDisk(job, self._prefix(tokens, scope), kept.slots, self._wishes(retention, len(tokens)))
+        wishes, prompt_end = self._wishes(retention, len(tokens)), min(num_prompt - 1, len(tokens))
+        return WriteToDisk(job, self._prefix(tokens, scope), kept.slots, wishes, prompt_end)
 
     def _told(self, question: Question, num_tokens: int) -> None:
         """The disk holds so many tokens; if they pay, host slots are filled with them."""

@@ -56,12 +56,16 @@ class SaveBlocks:
 
 @dataclass(frozen=True, slots=True)
 class WriteToDisk:
-    """Write a prefix from host slots, which lists those of all its blocks, to the disk."""
+    """Write a prefix from host slots, which lists those of all its blocks, to the disk.
+
+    A record ends at `prompt_end` too, if that is not 0: there the same prompt, asked again, stops.
+    """
 
     job: JobId
     prefix: Prefix
     slots: Slots
     wishes: tuple[Wish, ...]
+    prompt_end: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,12 +195,15 @@ class TierWorker:
         return reached[0]
 
     def _write(self, store: PrefixStore, chain: PrefixChain, job: WriteToDisk) -> int:
-        reached = 0
-        for wish in by_record(job.wishes, chain.tokens_per_record):
-            until = 0 if wish.duration_ms is None else int(self._wall_clock() + wish.duration_ms / 1000)
-            outcome = store.write(chain, wish.tokens, self._memory.caches, _tables(job.slots), wish.priority, until)
-            if outcome.why is not None:
-                return wish.tokens.start + outcome.num_tokens
+        size, reached = chain.tokens_per_record, 0
+        for wish in by_record(job.wishes, size):
+            last = Span(job.prompt_end // size * size, job.prompt_end)
+            # Why first: what a prompt that comes again finds at its end is not among the records of a longer one.
+            for tokens in (last, wish.tokens) if last and wish.tokens.covers(last) else (wish.tokens,):
+                until = 0 if wish.duration_ms is None else int(self._wall_clock() + wish.duration_ms / 1000)
+                outcome = store.write(chain, tokens, self._memory.caches, _tables(job.slots), wish.priority, until)
+                if outcome.why is not None:
+                    return wish.tokens.start + (outcome.num_tokens if tokens == wish.tokens else 0)
             reached = wish.tokens.stop
         return reached
 
