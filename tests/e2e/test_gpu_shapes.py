@@ -1,6 +1,7 @@
 """Real engines on two GPUs: what pipeline and tensor parallel engines hand over is answered as one engine answers it.
 
-The engine that answers is also the one it is compared with, asked without a hand-over and without its prefix cache.
+The engine that answers is also the one it is compared with, asked without a hand-over and without its prefix cache. All
+engines start together, once for all tests, since each takes more than a minute.
 """
 
 import json
@@ -8,7 +9,6 @@ import multiprocessing
 import os
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,8 +28,9 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
-TOLERANCE = 0.08
-"""Of log-probabilities in bfloat16; a hand-over that goes wrong moves some by more than `MOVED`."""
+TOLERANCE = 0.03
+"""Of log-probabilities in float16: two ranks round their partial sums otherwise than one. Bfloat16, which rounds eight
+times as coarsely, moved them by more than 0.08. A hand-over that goes wrong moves some by more than `MOVED`."""
 MOVED = 0.3
 START_S = 240.0
 LENGTHS = (1, 15, 16, 17, 333)
@@ -70,7 +71,7 @@ def serve(pipe: Connection, shape: Shape, model: str, settings: dict[str, Any]) 
         pipeline_parallel_size=shape.pp,
         gpu_memory_utilization=0.2,
         kv_cache_memory_bytes=1 << 30,
-        dtype="bfloat16",
+        dtype="float16",
         kv_transfer_config=KVTransferConfig(
             kv_connector="FerryConnector",
             kv_connector_module_path="kv_engine_adapter.vllm.connector",
@@ -131,16 +132,27 @@ class Engine:
         self._process.kill()
 
 
-@contextmanager
-def engines(prefill: Shape, decode: Shape, settings: dict[str, Any]) -> Iterator[tuple[Engine, Engine]]:
-    """Both of them, started together: none measures the memory that is free."""
-    model, started = make_tiny(0), list[Engine]()
+Engines = dict[str, Engine]
+"""By shape; those named "staged" do without the direct path."""
+
+
+@pytest.fixture(scope="module")
+def hooks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hooks")
+
+
+@pytest.fixture(scope="module")
+def engines(hooks: Path) -> Iterator[Engines]:
+    """None measures the memory that is free, so they may start together."""
+    model, staged = make_tiny(0), {"direct": False, "test_hooks_dir": str(hooks)}
+    started = {str(shape): Engine(shape, model, {}) for shape in (TP1, TP2, PP2)}
+    started |= {f"staged {shape}": Engine(shape, model, staged) for shape in (TP1, TP2)}
     try:
-        for shape in (prefill, decode):
-            started.append(Engine(shape, model, settings))
-        yield started[0].wait(), started[1].wait()
+        for engine in started.values():
+            engine.wait()
+        yield started
     finally:
-        for engine in started:
+        for engine in started.values():
             engine.close()
 
 
@@ -179,19 +191,27 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode"), [(PP2, TP1), (TP1, PP2), (TP2, PP2), (TP2, TP1)], ids=lambda shape: str(shape)
+    ("prefill", "decode"), [(PP2, TP1), (TP1, PP2), (TP2, PP2), (TP2, TP1), (TP1, TP2)], ids=lambda shape: str(shape)
 )
-def test_shapes_are_answered_right(prefill, decode):
-    with engines(prefill, decode, {}) as (p, d):
-        for tokens in prompts():
-            assert is_right(*hand_over(p, d, tokens)), f"prompt of {len(tokens)}"
+def test_shapes_are_answered_right(engines, prefill, decode):
+    check_answers(engines[str(prefill)], engines[str(decode)])
 
 
-def test_the_staged_path_and_one_corrupt_block(tmp_path):
+@pytest.mark.parametrize("plane", [0, 1], ids=["K", "V"])
+def test_the_staged_path_and_one_corrupt_block(engines, hooks, plane):
     """Forced, and with its control: one block changed on the way, and the answer moves."""
-    with engines(TP2, TP1, {"direct": False, "test_hooks_dir": str(tmp_path)}) as (p, d):
-        for tokens in prompts():
-            assert is_right(*hand_over(p, d, tokens)), f"prompt of {len(tokens)}"
-        (tmp_path / "corrupt.json").write_text(json.dumps({"block": 1, "plane": 1}))
-        answer, single = hand_over(p, d, prompts()[-1][::-1])
-        assert largest_move(answer, single) > MOVED
+    p, d = engines[f"staged {TP2}"], engines[f"staged {TP1}"]
+    check_answers(p, d)
+    order = hooks / "corrupt.json"
+    order.write_text(json.dumps({"block": 1, "plane": plane}))
+    answer, single = hand_over(p, d, prompts()[-1][::-1])
+    order.unlink()
+    assert largest_move(answer, single) > MOVED
+
+
+def check_answers(p: Engine, d: Engine) -> None:
+    for tokens in prompts():
+        answer, single = hand_over(p, d, tokens)
+        moved = largest_move(answer, single)
+        print(f"prompt of {len(tokens)}: moved by {moved:.4f}")
+        assert is_right(answer, single), f"prompt of {len(tokens)}: moved by {moved:.4f}"

@@ -1,5 +1,7 @@
 """Parts of a request's blocks: the bits of the model, the sum of the words that were copied, one upload."""
 
+import importlib
+import inspect
 from random import Random
 
 import pytest
@@ -179,3 +181,25 @@ def test_control_a_changed_bit_changes_the_sum(interpreted):
         ordinal, slot = divmod(copy.first_token, copy.planes[0].shape[1])
         bits(copy.planes[0])[copy.block_ids[ordinal], slot, copy.first_head, 0] ^= 1
     assert sums[0] != sums[1]
+
+
+def test_what_a_kernel_is_compiled_for_does_not_depend_on_the_request(interpreted, monkeypatch):
+    """Two orders of the wire, with sums and without: arguments that change from call to call are told as such."""
+    paged_copy = importlib.import_module("kv_kernels.paged_copy")
+    names = [*inspect.signature(paged_copy._copy_kernel.fn).parameters][2:]
+    kinds, plane = set(), torch.zeros(64, 16, 8, 128, dtype=torch.bfloat16)
+
+    def noted(launch, _sums):
+        told = zip(names, launch.arguments, strict=False)
+        fixed = [(name, value) for name, value in told if name not in paged_copy.PER_CALL]
+        kinds.add((*fixed, *launch.constants.items(), launch.word_bytes))
+
+    monkeypatch.setattr(paged_copy, "_run", noted)
+    for num_tokens, first_token, num_planes in [(16, 0, 4), (1, 1, 1), (333, 16, 64), (47, 0, 1), (160, 5, 2)]:
+        table, at = interpreted.block_table.BlockTable([plane] * num_planes, range(64)), At(0, first_token)
+        for wire in ((num_planes, num_tokens, 8, 128), (num_planes, 8, num_tokens, 128)):
+            dense = torch.zeros(wire, dtype=torch.bfloat16)
+            dense = dense if wire[2] == 8 else dense.transpose(1, 2)
+            for summed_at in (None, 0, 1 << 24):
+                interpreted.block_table.gather_part(dense, table, at, summed_at=summed_at, backend="triton")
+    assert len(kinds) == 4

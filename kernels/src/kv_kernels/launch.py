@@ -163,6 +163,7 @@ def plan_launch(
 @lru_cache(maxsize=1024)
 def _fold(lies: tuple[Lie, ...], alignment: int, extent: Extent, tuning: Tuning) -> _Fold:
     """Kept, since the chunks of a request differ only in where they are."""
+    lies = _alike(lies, extent)
     source, target, *_ = lies
     word_bytes = _word_bytes(lies, alignment, extent)
     rows = _rows(lies, extent)
@@ -238,6 +239,16 @@ def _rows(lies: Sequence[Lie], extent: Extent) -> _Rows:
     if all(lie.strides[1] == elements for lie in lies) and all(lie.first_token % unit == skew for lie in paged):
         return _Rows(elements * unit, heads, unit, skew)
     return _Rows(elements, heads, 1, 0)
+
+
+def _alike(lies: tuple[Lie, ...], extent: Extent) -> tuple[Lie, ...]:
+    """A single token of a dense end is never stepped over, so it folds as the blocks do: with no kernel of its own."""
+    if extent.num_tokens > 1:
+        return lies
+    token = next(lie for lie in lies if lie.is_paged).strides[1]
+    return tuple(
+        lie if lie.is_paged else lie._replace(strides=(lie.strides[0], token, *lie.strides[2:])) for lie in lies
+    )
 
 
 def _heads_inside(lie: Lie, unit_tokens: int) -> bool:
