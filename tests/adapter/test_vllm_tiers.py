@@ -130,6 +130,17 @@ def test_slots_are_counted_over_all_ranks(two_layers):
     assert tier_terms(config(8), tier, ModelCaches(1, 8, SIZE), 4).num_slots == 5
 
 
+@pytest.mark.parametrize("missing", ["TELLS_WORKER_METADATA", "REPORTS_FAILED_REQUESTS"])
+def test_a_vllm_that_would_not_hear_of_failures_is_refused(two_layers, monkeypatch, missing):
+    from kv_engine_adapter.vllm import compat
+    from kv_engine_adapter.vllm.groups import ModelCaches
+    from kv_engine_adapter.vllm.tiers import tier_terms
+
+    monkeypatch.setattr(compat, missing, False)
+    with pytest.raises(CallerError, match="needs a vLLM"):
+        tier_terms(config(), TierConfig(tier_host_bytes=1 << 20), ModelCaches(4, 8, SIZE), 4)
+
+
 def test_what_the_tiers_cannot_keep_is_refused_at_start(two_layers):
     from kv_engine_adapter.vllm.groups import ModelCaches
     from kv_engine_adapter.vllm.tiers import tier_terms

@@ -104,8 +104,12 @@ def tier_terms(config: "VllmConfig", tier: TierConfig, model: ModelCaches, eleme
             f"the host tier keeps models whose layers all see all tokens: windows of groups={model.windows}, "
             "supported=(0,); leave tier_host_bytes out"
         )
-    if not compat.TELLS_WORKER_METADATA:
-        raise CallerError(f"the host tier needs a vLLM that carries what workers answer: got={compat.vllm_version()}")
+    if not (compat.TELLS_WORKER_METADATA and compat.REPORTS_FAILED_REQUESTS):
+        # Why both: what workers answer must come back, and a load that failed must never count as loaded.
+        raise CallerError(
+            f"the host tier needs a vLLM that hears what workers answer and of failed loads by request: "
+            f"got={compat.vllm_version()}, supported=0.30 and later"
+        )
     parallel = parallel_layout(config)
     shares = [parallel.share_of(rank) for rank in parallel.ranks]
     num_rows = sum(len(share.layers) * len(share.heads) for share in shares)
