@@ -11,6 +11,7 @@ from kv_core.ids import RequestId
 from kv_core.keys import Scope
 from kv_core.spans import Span
 from kv_core.token_log import packed
+from kv_engine_adapter import metrics
 from kv_engine_adapter.tier import PrefixTiers
 from kv_engine_adapter.tier_orders import (
     Answer,
@@ -408,6 +409,21 @@ def test_a_reset_forgets_everything_and_what_was_open_before_it(clock):
     answer(tiers, (found.job, 0))
     assert tiers.num_tokens(asked, 0) == 0
     tiers.check()
+
+
+def test_what_has_happened_is_told_once(clock):
+    tiers = make(clock)
+    assert tiers.take_report() == {"counters": {}, "gauges": {"tiers": {"tier_slots_held": 0, "tier_jobs": 0}}}
+    assert tiers.take_report() is None
+    save(tiers, request("a", 65))
+    tiers.finished(request("b", 65, first=1000), 64, table(64))
+    (order,) = tiers.take_orders().jobs
+    answer(tiers, (order.job, 0))
+    report = tiers.take_report()
+    assert report["counters"] == {"tier_saved_tokens": 64, "tier_failures": 1}
+    assert set(report["counters"]) <= set(metrics.COUNTERS)
+    assert set(report["gauges"]["tiers"]) <= set(metrics.GAUGES)
+    assert tiers.take_report() is None
 
 
 def test_answers_of_ranks_and_steps_add_up():

@@ -11,6 +11,7 @@ from kv_core.ids import Rank, RequestId
 from kv_core.keys import Scope
 from kv_core.spans import Span
 from kv_core.token_log import packed
+from kv_engine_adapter import metrics
 from kv_engine_adapter.tier_memory import HostMemory
 from kv_engine_adapter.tier_orders import (
     Answer,
@@ -242,6 +243,17 @@ def test_a_save_that_failed_is_not_written(sides, tmp_path):
     side.obey(save(side, write=write(), within_s=-1.0))
     assert set(side.answers) == {Answer(1, 0), Answer(3, 0)}
     assert not list(tmp_path.rglob("l0-3.*"))
+
+
+def test_what_was_done_is_told_once(sides, tmp_path):
+    world = full_world(cut(), NUM_TOKENS)
+    side = sides(world, 0, PrefixStore(config_of(tmp_path, quota_bytes=100), world.state))
+    side.obey(save(side, write=write()))
+    counters = side.worker.take_report()["counters"]
+    assert set(counters) == {"tier_save_bytes", "tier_save_seconds", "tier_disk_errors"} < set(metrics.COUNTERS)
+    assert counters["tier_save_bytes"] == NUM_TOKENS * 3 * 2 * 4 * 4 * 4
+    assert counters["tier_disk_errors"] == 1, "no room on disk"
+    assert side.worker.take_report() is None
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])

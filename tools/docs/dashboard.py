@@ -83,6 +83,41 @@ PANELS = (
         ((rate("kvferry:handovers_refused_total", BY_ENGINE), ENGINE),),
     ),
     Panel(
+        "Tokens of the tiers",
+        "Loaded from host memory, copied to it, read from disk, written to it.",
+        "ops",
+        tuple(
+            (rate(f"kvferry:tier_{what}_tokens_total", BY_ENGINE), f"{what}, {ENGINE}")
+            for what in ("hit", "saved", "fetched", "written")
+        ),
+    ),
+    Panel(
+        "Copies of the tiers",
+        "Bytes a second while copying between device and host memory; host slots in use and jobs now open.",
+        "short",
+        (
+            *(
+                (
+                    mean(f"kvferry:tier_{way}_bytes_total", f"kvferry:tier_{way}_seconds_total", BY_ENGINE),
+                    f"{way}, {ENGINE}",
+                )
+                for way in ("load", "save")
+            ),
+            (now("kvferry:tier_slots_held"), f"slots held, {ENGINE}"),
+            (now("kvferry:tier_jobs"), f"jobs, {ENGINE}"),
+        ),
+    ),
+    Panel(
+        "What the tiers did not do",
+        "Failures and disk errors should be 0; the engine's log has the reasons. No room: raise tier_host_bytes. Late: "
+        "the disk is slow, lower tier_disk_wait_s or take a faster one. Hints refused: a client writes them wrongly.",
+        "ops",
+        tuple(
+            (rate(f"kvferry:tier_{what}_total", BY_ENGINE), f"{what}, {ENGINE}")
+            for what in ("failures", "disk_errors", "no_room", "disk_late", "hints_refused")
+        ),
+    ),
+    Panel(
         "Bytes by path",
         "direct: one kernel over a mapped cache; staged: gather, NIXL, scatter; in place: read by the agent.",
         "Bps",

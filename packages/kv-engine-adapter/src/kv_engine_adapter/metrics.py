@@ -46,6 +46,23 @@ COUNTERS: dict[str, Metric] = {
     "bytes_sent": Metric("kvferry:bytes_sent", "KV bytes written to peers."),
     "load_seconds": Metric("kvferry:load_seconds", "Time from order to last block, summed over loads."),
     "handovers_refused": Metric("kvferry:handovers_refused", "Requests whose kv_transfer_params were unusable."),
+    "tier_hit_tokens": Metric("kvferry:tier_hit_tokens", "Tokens of prompts loaded from the host tier."),
+    "tier_saved_tokens": Metric("kvferry:tier_saved_tokens", "Tokens copied to the host tier."),
+    "tier_fetched_tokens": Metric("kvferry:tier_fetched_tokens", "Tokens read from disk into the host tier."),
+    "tier_written_tokens": Metric("kvferry:tier_written_tokens", "Tokens written from the host tier to disk."),
+    "tier_failures": Metric(
+        "kvferry:tier_failures", "Loads, saves, reads and writes of the tiers that failed or fell short."
+    ),
+    "tier_no_room": Metric("kvferry:tier_no_room", "Prefixes not kept or not fetched: too many host slots in use."),
+    "tier_disk_late": Metric(
+        "kvferry:tier_disk_late", "Prompts that were computed after they had waited for the disk."
+    ),
+    "tier_hints_refused": Metric("kvferry:tier_hints_refused", "Hints of retention that could not be read."),
+    "tier_load_bytes": Metric("kvferry:tier_load_bytes", "Bytes copied from host slots, on every rank."),
+    "tier_load_seconds": Metric("kvferry:tier_load_seconds", "Time spent copying them."),
+    "tier_save_bytes": Metric("kvferry:tier_save_bytes", "Bytes copied into host slots, on every rank."),
+    "tier_save_seconds": Metric("kvferry:tier_save_seconds", "Time spent copying them."),
+    "tier_disk_errors": Metric("kvferry:tier_disk_errors", "Records of the disk that could not be read or written."),
 }
 
 GAUGES: dict[str, Metric] = {
@@ -54,6 +71,8 @@ GAUGES: dict[str, Metric] = {
     "loads": Metric("kvferry:loads_running", "Loads now running."),
     "leases": Metric("kvferry:staging_leases", "Staging regions now leased."),
     "quarantined": Metric("kvferry:staging_quarantined", "Staging regions a late writer may still write."),
+    "tier_slots_held": Metric("kvferry:tier_slots_held", "Host slots in use by copies and by the disk."),
+    "tier_jobs": Metric("kvferry:tier_jobs", "Copies, reads and writes of the tiers now open."),
     "threads_troubled": Metric("kvferry:threads_troubled", "Threads of ours that hang or have failed; see the log."),
 }
 

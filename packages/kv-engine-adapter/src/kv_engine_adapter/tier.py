@@ -20,6 +20,7 @@ from typing import Final
 from kv_core.ids import RequestId
 from kv_core.retention import RetentionConfig
 from kv_core.spans import Span
+from kv_engine_adapter.metrics import Report
 from kv_engine_adapter.orders import Tables
 from kv_engine_adapter.ports import CachedRequest
 from kv_engine_adapter.retain import hints_of
@@ -31,6 +32,11 @@ from kv_engine_adapter.tier_terms import TierTerms
 
 logger = logging.getLogger(__name__)
 
+_TOLD: Final = (
+    "hit_tokens", "saved_tokens", "fetched_tokens", "written_tokens", "no_room", "disk_late", "hints_refused"
+)  # fmt: skip
+_FAILURES: Final = ("loads_failed", "saves_failed", "fetches_short", "writes_failed")
+
 MAX_FAILED: Final = 4096
 """Requests remembered of which a load has failed: of some it is told when they have ended already."""
 
@@ -41,6 +47,8 @@ class PrefixTiers:
     def __init__(self, terms: TierTerms, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.counts: Counter[str] = Counter()
         """What has happened so far, by name."""
+        self._reported: Counter[str] = Counter()
+        self._last_gauges: dict[str, float] = {}
         self._terms = terms
         self._slots = HostSlots(terms, clock)
         self._jobs = Jobs(terms.num_ranks)
@@ -200,12 +208,20 @@ class PrefixTiers:
             self._is_resetting = False
 
     def gauges(self) -> dict[str, float]:
-        """Host slots and jobs now."""
-        return {
-            "tier_slots": self._terms.num_slots,
-            "tier_slots_held": self._slots.num_held,
-            "tier_jobs": len(self._jobs),
-        }
+        """Host slots in use and jobs now."""
+        return {"tier_slots_held": self._slots.num_held, "tier_jobs": len(self._jobs)}
+
+    def take_report(self) -> Report | None:
+        """Counters since the last report and present gauges; `None` when nothing changed."""
+        told = {name: float(self.counts[name] - self._reported[name]) for name in self.counts}
+        counters = {f"tier_{name}": told[name] for name in _TOLD if told.get(name)}
+        if failures := sum(told.get(name, 0) for name in _FAILURES):
+            counters["tier_failures"] = failures
+        gauges = self.gauges()
+        if not counters and gauges == self._last_gauges:
+            return None
+        self._reported, self._last_gauges = Counter(self.counts), gauges
+        return Report(counters=counters, gauges={"tiers": gauges})
 
     def check(self) -> None:
         """Prove all invariants; AssertionError names the broken law."""

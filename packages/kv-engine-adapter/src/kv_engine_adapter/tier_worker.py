@@ -21,6 +21,7 @@ from kv_core.ids import BlockId
 from kv_core.keys import TOKEN_BYTES
 from kv_core.spans import Span
 from kv_core.token_log import unpacked
+from kv_engine_adapter.metrics import Report
 from kv_engine_adapter.orders import Tables
 from kv_engine_adapter.tier_memory import Damaged, HostMemory
 from kv_engine_adapter.tier_orders import (
@@ -38,6 +39,7 @@ from kv_engine_adapter.tier_orders import (
 )
 from kv_transfer.prefix_store.boxes import Box
 from kv_transfer.prefix_store.chain import PrefixChain
+from kv_transfer.prefix_store.misses import Miss
 from kv_transfer.prefix_store.store import PrefixStore
 from kv_transfer.threads import leave_pinned_core
 
@@ -51,6 +53,9 @@ DiskJob = FindOnDisk | FetchFromDisk | WriteToDisk
 _TURN: Final[Mapping[type[DiskJob], int]] = {FindOnDisk: 0, FetchFromDisk: 1, WriteToDisk: 2}
 """Prompts that wait go before what nobody waits for."""
 _LAST_TURN: Final = 3
+_ERRORS: Final = frozenset(
+    f"{what} {why}" for what in ("lookup", "read", "write") for why in Miss if why != Miss.ABSENT
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,7 @@ class TierWorker:
         self._answers: list[Answer] = []
         self._received: set[str] = set()
         self._failed: set[str] = set()
+        self._num_errors = 0
         self._counts: defaultdict[str, float] = defaultdict(float)
         self._threads = [self._thread("host", self._obey_host)]
         if store is not None:
@@ -108,11 +114,15 @@ class TierWorker:
             self._answers, self._received, self._failed = [], set(), set()
         return ended
 
-    def take_counts(self) -> dict[str, float]:
-        """What was done since the last call: bytes and seconds by direction, failures."""
+    def take_report(self) -> Report | None:
+        """Counters since the last report; `None` when nothing changed."""
         with self._lock:
             counts, self._counts = self._counts, defaultdict(float)
-        return dict(counts)
+        counters = {f"tier_{name}": number for name, number in counts.items() if number}
+        errors = sum(number for name, number in self.disk_counts().items() if name in _ERRORS)
+        if errors > self._num_errors:
+            counters["tier_disk_errors"], self._num_errors = errors - self._num_errors, errors
+        return Report(counters=counters, gauges={}) if counters else None
 
     def disk_counts(self) -> Mapping[str, int]:
         """What the store says of itself, since it was made."""
@@ -146,7 +156,6 @@ class TierWorker:
         with self._lock:
             self._counts[f"{way}_bytes"] += self._memory.num_bytes(job.tokens) if ok else 0
             self._counts[f"{way}_seconds"] += took if ok else 0
-            self._counts[f"{way}s_failed"] += not ok
             self._answers.append(Answer(job.job, num_tokens))
             if isinstance(job, LoadTokens):
                 self._received.add(job.request_id)
@@ -174,7 +183,6 @@ class TierWorker:
     def _on_disk(self, store: PrefixStore, job: DiskJob) -> int:
         """Up to which token it went well."""
         caches, reached = self._memory.caches, [self._none_of(job)]
-        began = self._clock()
 
         def obey() -> None:
             chain = _chain(store, job.prefix)
@@ -190,8 +198,6 @@ class TierWorker:
 
         way = {FindOnDisk: "find", FetchFromDisk: "fetch", WriteToDisk: "write"}[type(job)]
         self._try(way, obey)
-        with self._lock:
-            self._counts[f"{way}_seconds"] += self._clock() - began
         return reached[0]
 
     def _write(self, store: PrefixStore, chain: PrefixChain, job: WriteToDisk) -> int:

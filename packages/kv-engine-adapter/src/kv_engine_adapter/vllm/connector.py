@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kv_core.errors import CallerError
+from kv_engine_adapter.metrics import Report, merged
 from kv_engine_adapter.orders import StepOrders
 from kv_engine_adapter.tier_orders import Answer, TierOrders, tallied
 from kv_engine_adapter.vllm import compat, setup
@@ -258,9 +259,13 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
     # -- both ----------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> FerryStats | None:
-        half = self._worker or self._scheduler
-        report = None if half is None else half.take_report()
-        return FerryStats(dict(report)) if report else None
+        prefixes = None if self._tiers is None else self._tiers.prefixes
+        halves = self._worker or self._scheduler, self._tier_worker or prefixes
+        reports: list[Report] = [report for half in halves if half is not None and (report := half.take_report())]
+        if not reports:
+            return None
+        whole = reports[0] if len(reports) == 1 else merged(*reports)
+        return FerryStats(dict(whole))
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> FerryStats:
