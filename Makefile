@@ -11,6 +11,10 @@ ONLY ?=
 NIXL_WORLDS := tests/transfer/sessions/test_nixl_worlds.py
 REAL_TIME := tests/transfer/agent tests/transfer/processes $(NIXL_WORLDS)
 IN_MEMORY := tests/transfer/sessions
+# Tests that need nothing but a package and what it declares: with ONCE they are left to `test-packages`, which runs them.
+PACKAGED := tests/kernels tests/transfer
+NOT_PACKAGED := (nixl or vllm or prometheus or drawn or patient) and not (gpu or multi_gpu or long or compat)
+ONCE ?=
 WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
 
 .DEFAULT_GOAL := help
@@ -29,14 +33,16 @@ check: setup ## Check format, lint, types and who imports whom
 	$(RUN) mypy
 	.venv/bin/lint-imports --no-logo
 
-test: check test-packages test-suite ## Run all that CI runs (real vLLM and NIXL included, no GPU)
+test: check test-packages ## Run all that CI runs (real vLLM and NIXL included, no GPU)
+	@$(MAKE) --no-print-directory test-suite ONCE=yes
 
 test-suite: setup ## Run the test suite alone: real engines, then real time, then the rest on WORKERS processes
 	@failed=0; many="--numprocesses=$(WORKERS) --dist=worksteal"; \
 	$(RUN) pytest tests/e2e || failed=1; \
 	$(RUN) pytest $(REAL_TIME) || failed=1; \
 	$(RUN) pytest $(IN_MEMORY) --ignore=$(NIXL_WORLDS) $$many || failed=1; \
-	$(RUN) pytest $(addprefix --ignore=,tests/e2e $(REAL_TIME) $(IN_MEMORY)) $$many && exit $$failed
+	$(RUN) pytest $(PACKAGED) $(addprefix --ignore=,$(REAL_TIME) $(IN_MEMORY)) $(if $(ONCE),-m "$(NOT_PACKAGED)") $$many || failed=1; \
+	$(RUN) pytest $(addprefix --ignore=,tests/e2e $(PACKAGED)) $$many && exit $$failed
 
 test-packages: setup ## Test each package in an environment of its own, without what it does not declare
 	$(PY) tools/check_packages.py

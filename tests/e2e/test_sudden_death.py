@@ -10,7 +10,7 @@ import time
 import pytest
 
 from kv_testing.answers import Question, RefusedError, ask, ask_by_hand, ask_with, prefill_only
-from kv_testing.servers import DEADLINE_S, IS_OURS, LEASE_S, wait_until
+from kv_testing.servers import DEADLINE_S, IS_OURS, LEASE_S, SHARED_MEMORY_FIRST, wait_until
 from kv_testing.servers_hooks import bytes_received, bytes_sent, held_writes, num_held, open_things, reason_in_log
 
 ENGINES = ("P1", "P2", "D1", "D2")
@@ -50,6 +50,7 @@ def test_stopped_past_the_deadline_and_resumed(fleet, run, tally, fresh_prompt):
         tally.demand_right(run(lambda client, url=engine.url: ask(client, url, question)), alone)
 
 
+@SHARED_MEMORY_FIRST
 def test_killed(fleet, run, tally, fresh_prompt):
     question = Question((fresh_prompt(150),))
     prefill, decode = fleet.engine("P1"), [fleet.engine("D1"), fleet.engine("D2")]

@@ -185,7 +185,9 @@ def test_a_sender_that_forgot_its_peer_is_greeted_again():
         assert d.outcome(others=[p]).ok
         # Peers with something open are not forgotten.
         wait_for(lambda: not p.ranks[0].status().gauges["sessions"], what="the end of the first session")
-        p.ranks[0]._reactor.post(p.cores[0].peers.close)
+        forgotten = Event()
+        p.ranks[0]._reactor.post(lambda: (p.cores[0].peers.close(), forgotten.set()))
+        assert forgotten.wait(10)
         d.order(p, transfer, "d1")
         received = d.outcome("d1", others=[p])
         assert received.ok, received.reason
