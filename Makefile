@@ -7,7 +7,7 @@ RUN := $(PY) -m
 SEED ?= 0
 ONLY ?=
 # Tests that wait in real time and measure it: over NIXL they run one after the other, as real engines do; those in memory
-# mostly sleep, and run on WORKERS processes with nothing else beside them. The rest runs on so many processes too.
+# mostly sleep, and run on twice WORKERS processes with nothing else beside them. The rest runs on WORKERS processes.
 NIXL_WORLDS := tests/transfer/sessions/test_nixl_worlds.py
 REAL_TIME := tests/transfer/agent tests/transfer/processes $(NIXL_WORLDS)
 IN_MEMORY := tests/transfer/sessions
@@ -40,7 +40,7 @@ test-suite: setup ## Run the test suite alone: real engines, then real time, the
 	@failed=0; many="--numprocesses=$(WORKERS) --dist=worksteal"; \
 	$(RUN) pytest tests/e2e || failed=1; \
 	$(RUN) pytest $(REAL_TIME) || failed=1; \
-	$(RUN) pytest $(IN_MEMORY) --ignore=$(NIXL_WORLDS) $$many || failed=1; \
+	$(RUN) pytest $(IN_MEMORY) --ignore=$(NIXL_WORLDS) --numprocesses=$$((2 * $(WORKERS))) --dist=worksteal || failed=1; \
 	$(RUN) pytest $(PACKAGED) $(addprefix --ignore=,$(REAL_TIME) $(IN_MEMORY)) $(if $(ONCE),-m "$(NOT_PACKAGED)") $$many || failed=1; \
 	$(RUN) pytest $(addprefix --ignore=,tests/e2e $(PACKAGED)) $$many && exit $$failed
 
