@@ -186,7 +186,8 @@ def test_a_sender_that_forgot_its_peer_is_greeted_again():
         # Peers with something open are not forgotten.
         wait_for(lambda: not p.ranks[0].status().gauges["sessions"], what="the end of the first session")
         forgotten = Event()
-        p.ranks[0]._reactor.post(lambda: (p.cores[0].peers.close(), forgotten.set()))
+        p.ranks[0]._reactor.post(p.cores[0].peers.close)
+        p.ranks[0]._reactor.post(forgotten.set)
         assert forgotten.wait(10)
         d.order(p, transfer, "d1")
         received = d.outcome("d1", others=[p])
