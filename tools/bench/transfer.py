@@ -8,7 +8,7 @@ Out: GB/s of each path at each size, `results/transfer.csv`; two JSON lines. The
 Law: all paths move the same bytes between the same blocks in one run, one after the other, again and again; every
      result is compared with what the sender holds.
 
-    python tools/bench/transfer.py [--mib 1024] [--sizes 4 32 256] [--transports shm tcp] [--repeats 5]
+    python tools/bench/transfer.py [--mib 1024] [--sizes 4 32 256] [--transports shm tcp] [--repeats 5] [--chunks 2 4]
 """
 
 import argparse
@@ -33,7 +33,9 @@ RESULTS = Path(__file__).parent / "results" / "transfer.csv"
 NUM_LAYERS, TOKENS, HEAD_SIZE, ITEM = 16, 16, 128, 2
 ROW_KIB = TOKENS * HEAD_SIZE * ITEM // 1024
 """Of one head of a block; more heads make longer runs."""
-PATHS: dict[str, dict[str, Any]] = {
+Paths = dict[str, dict[str, Any]]
+"""Settings of the receiver, by path."""
+PATHS: Paths = {
     "staged": {},
     "in place": {"own_blocks": True, "in_place_run_bytes": 1},
     "chosen": {"own_blocks": True},
@@ -179,7 +181,7 @@ def transceiver_of(name: str, config: Any, pool: Pool) -> Any:
     return Transceiver(config, name, name, 0, pool.shape.state(), pool.caches, nixl_agent())  # type: ignore[arg-type]
 
 
-def measure(shape: Shape, transport: str, repeats: int) -> dict[str, list[float]]:
+def measure(shape: Shape, transport: str, repeats: int, paths: Paths) -> dict[str, list[float]]:
     """Seconds of each way, by repetition; this process is the receiver."""
     from kv_core.spans import Span
     from kv_transfer.orders import BlockTables, ReceiveOrder
@@ -191,7 +193,10 @@ def measure(shape: Shape, transport: str, repeats: int) -> dict[str, list[float]
     sender.start()
     pool = Pool(shape, seed=2)
     plain = pool.plain("receiver")
-    ours = {path: transceiver_of(path.replace(" ", "-"), config_of(changes), pool) for path, changes in PATHS.items()}
+    ours = {
+        path: transceiver_of(path.replace(", ", "-").replace(" ", "-"), config_of(changes), pool)
+        for path, changes in paths.items()
+    }
     (host, port), card, source_blocks = pipe.recv()
     plain.meet("sender", *card)
 
@@ -213,7 +218,7 @@ def measure(shape: Shape, transport: str, repeats: int) -> dict[str, list[float]
         plain.read(pool.blocks, source_blocks)
         seconds["a descriptor a block"].append(time.perf_counter() - began)
 
-    ways: dict[str, Callable[[], None]] = {path: lambda path=path: receive(path) for path in PATHS}  # type: ignore[misc]
+    ways: dict[str, Callable[[], None]] = {path: lambda path=path: receive(path) for path in paths}  # type: ignore[misc]
     ways["a descriptor a block"] = read
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for repetition in range(repeats + 1):
@@ -229,9 +234,9 @@ def measure(shape: Shape, transport: str, repeats: int) -> dict[str, list[float]
     return {way: found[1:] for way, found in seconds.items()}
 
 
-def measured(pipe: Connection, shape: Shape, transport: str, repeats: int) -> None:
+def measured(pipe: Connection, shape: Shape, transport: str, repeats: int, paths: Paths) -> None:
     """In a process of its own, since UCX reads its settings once."""
-    pipe.send(measure(shape, transport, repeats))
+    pipe.send(measure(shape, transport, repeats, paths))
 
 
 def main() -> None:
@@ -240,7 +245,9 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[4, 32, 256])
     parser.add_argument("--transports", nargs="+", default=["shm", "tcp"], choices=["shm", "tcp"])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--chunks", type=int, nargs="*", default=[], help="staged in chunks of so many MiB too")
     options = parser.parse_args()
+    paths = PATHS | {f"staged, {mib} MiB": {"chunk_bytes": mib << 20} for mib in options.chunks}
     rows, ratios = [], dict[str, dict[str, float]]()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     context = mp.get_context("spawn")
@@ -248,14 +255,14 @@ def main() -> None:
         for kib in options.sizes:
             shape = Shape(kib, options.mib << 20)
             pipe, theirs = context.Pipe()
-            process = context.Process(target=measured, args=(theirs, shape, transport, options.repeats))
+            process = context.Process(target=measured, args=(theirs, shape, transport, options.repeats, paths))
             process.start()
             theirs.close()
             seconds = pipe.recv()
             process.join()
             # Of each repetition by itself: neighbours in time share the noise of the machine.
             plain = seconds["a descriptor a block"]
-            for way in PATHS:
+            for way in paths:
                 of_way = [theirs_s / ours_s for ours_s, theirs_s in zip(seconds[way], plain, strict=True)]
                 ratios.setdefault(way, {})[f"{transport} {kib} KiB"] = round(median(of_way), 2)
             for way, found in seconds.items():
