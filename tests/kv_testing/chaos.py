@@ -125,6 +125,9 @@ class Chaos:
         births: dict[str, asyncio.Task[None]] = {}
         while time.monotonic() < self.ends_at:
             await asyncio.sleep(dice.uniform(*CALM_S))
+            for birth in births.values():
+                if birth.done():
+                    birth.result()  # an engine that does not come back ends the run
             up = [name for name in (*PREFILLS, *DECODES) if name not in births or births[name].done()]
             kind, victim = dice.choice(("kill", "stop", "stop", "lose", "lose")), dice.choice(up)
             if kind == "kill" and victim not in MORTAL:

@@ -4,12 +4,16 @@ In:  a small model in any shape; two sides; the tokens that travel, and between 
 Out: nothing: what is lost, misplaced or left open is an assertion.
 """
 
+import pytest
+
 from kv_core.spans import Span
 from kv_testing.layouts import make_state
 from kv_testing.worlds import ALL, NUM_TOKENS, Side
 from kv_transfer.orders import Received
+from kv_transfer.passages import Passages
 from kv_transfer.plan.cache_state import LATENT, CacheState, ParallelLayout
 from kv_transfer.plan.plan import widened
+from kv_transfer.send_session import SendSession
 
 
 def small_state(
@@ -63,3 +67,14 @@ def hand_over(
     d.check_clean()
     p.check_clean()
     return received
+
+
+def spoil_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit of every chunk changes on its way, after its checksum was taken."""
+    write = Passages._write
+
+    def spoilt(self: Passages, session: SendSession, seq: int) -> None:
+        session.moves.held[seq].lease.slice.tensor[5] ^= 1
+        write(self, session, seq)
+
+    monkeypatch.setattr(Passages, "_write", spoilt)

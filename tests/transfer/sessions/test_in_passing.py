@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from kv_core.spans import Span
+from kv_testing.exchanges import spoil_writes
 from kv_testing.switches import Switches
 from kv_testing.worlds import FAST, pair, state_of
 from kv_transfer import copies
 from kv_transfer.checksum import Summer
-from kv_transfer.passages import Passages
 
 
 @pytest.fixture(autouse=True)
@@ -30,17 +30,6 @@ def summed(monkeypatch):
     return made
 
 
-def _spoil(monkeypatch):
-    """One bit of every chunk changes on its way."""
-    write = Passages._write
-
-    def spoilt(self, session, seq):
-        session.moves.held[seq].lease.slice.tensor[5] ^= 1
-        write(self, session, seq)
-
-    monkeypatch.setattr(Passages, "_write", spoilt)
-
-
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2)])
 def test_a_hand_over_makes_no_pass_for_its_checksums(summed, ranks):
     with pair(*(state_of(tp) for tp in ranks)) as (p, d, _):
@@ -56,7 +45,7 @@ def test_a_hand_over_makes_no_pass_for_its_checksums(summed, ranks):
 
 def test_a_changed_bit_fails_the_load(monkeypatch):
     with pair() as (p, d, _):
-        _spoil(monkeypatch)
+        spoil_writes(monkeypatch)
         transfer = p.offer()
         d.order(p, transfer)
         received = d.outcome(others=[p])
@@ -69,7 +58,7 @@ def test_a_changed_bit_fails_the_load(monkeypatch):
 
 
 def test_control_without_checksums_it_goes_unnoticed(monkeypatch):
-    _spoil(monkeypatch)
+    spoil_writes(monkeypatch)
     with pair(config=replace(FAST, checksum=False)) as (p, d, _):
         d.order(p, p.offer())
         assert d.outcome(others=[p]).ok
@@ -83,7 +72,7 @@ def test_where_a_test_may_change_verified_bytes_they_are_verified_first(monkeypa
         received = d.outcome(others=[p])
         assert received.ok
         assert len(summed) == received.num_chunks
-        _spoil(monkeypatch)
+        spoil_writes(monkeypatch)
         d.order(p, p.offer("p1"), "d1")
         assert "checksums of chunk" in d.outcome("d1", others=[p]).reason
     with pair(decode_faults=Switches()) as (p, d, _):

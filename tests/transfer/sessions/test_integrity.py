@@ -8,25 +8,14 @@ import torch
 
 from kv_core.spans import Span
 from kv_kernels.reference import weights
+from kv_testing.exchanges import spoil_writes
 from kv_testing.waiting import wait_for
 from kv_testing.worlds import FAST, Switches, pair
 from kv_transfer.checksum import Pending, Summer
-from kv_transfer.passages import Passages
-
-
-def _spoil(monkeypatch):
-    """One bit of every chunk changes on its way, after its checksum was taken."""
-    write = Passages._write
-
-    def spoilt(self, session, seq):
-        session.moves.held[seq].lease.slice.tensor[5] ^= 1
-        write(self, session, seq)
-
-    monkeypatch.setattr(Passages, "_write", spoilt)
 
 
 def test_a_changed_bit_fails_the_load(monkeypatch):
-    _spoil(monkeypatch)
+    spoil_writes(monkeypatch)
     with pair() as (p, d, _):
         transfer = p.offer()
         d.order(p, transfer)
@@ -43,7 +32,7 @@ def test_a_changed_bit_fails_the_load(monkeypatch):
 
 
 def test_control_without_checksums_it_goes_unnoticed(monkeypatch):
-    _spoil(monkeypatch)
+    spoil_writes(monkeypatch)
     with pair(config=replace(FAST, checksum=False)) as (p, d, _):
         d.order(p, p.offer())
         assert d.outcome(others=[p]).ok
@@ -74,7 +63,7 @@ def test_a_checksum_that_a_stream_computes_is_waited_for_on_both_sides(monkeypat
         assert received.ok
         assert d.misplaced() == 0
         assert len(made) == 2 * received.num_chunks
-        _spoil(monkeypatch)
+        spoil_writes(monkeypatch)
         d.order(p, p.offer("p1"), "d1")
         assert "checksums of chunk" in d.outcome("d1", others=[p]).reason
 
