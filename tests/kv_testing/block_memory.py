@@ -16,7 +16,7 @@ from kv_core.layout import IndexSpec, PoolShape, cache_pools
 from kv_core.spec import CacheSpec, LayerSpec
 from kv_core.tiers import CopyOrder, Place, Tier
 from kv_transfer.block_pools import BlockPools
-from kv_transfer.file_mover import FileMover
+from kv_transfer.file_mover import FILE_LIMIT_S, FileMover
 
 TOKENS_PER_BLOCK = 4
 WINDOWS = (WindowConfig(8, 4, 3, 3), WindowConfig(64, 5, 2, 2))
@@ -47,10 +47,17 @@ def full_pools(
     mover: FileMover | None = None,
     checksum: bool = True,
     windows: tuple[WindowConfig, ...] = WINDOWS,
+    file_limit_s: float = FILE_LIMIT_S,
 ) -> BlockPools:
     """Pools whose every byte in memory is random, from a fixed seed."""
     pools = BlockPools(
-        tuple(shapes), windows, device=torch.device(device), directory=directory, mover=mover, checksum=checksum
+        tuple(shapes),
+        windows,
+        device=torch.device(device),
+        directory=directory,
+        mover=mover,
+        checksum=checksum,
+        file_limit_s=file_limit_s,
     )
     generator = torch.Generator().manual_seed(0)
     for pool in pools.pools:

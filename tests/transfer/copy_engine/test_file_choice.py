@@ -86,7 +86,7 @@ def failing(file, content):
 )
 def test_a_way_that_does_not_work_there_is_refused_and_closed(tmp_path, caplog, monkeypatch, calls, reason):
     monkeypatch.setattr(Fake, "closed", 0)
-    monkeypatch.setattr(files, "NixlFiles", lambda backend: Fake(calls))
+    monkeypatch.setattr(files, "NixlFiles", lambda backend, limit_s: Fake(calls))
     assert chosen(FilesConfig(way="posix"), tmp_path) == "plain"
     assert reason in refusals(caplog)[0]
     assert Fake.closed == 1

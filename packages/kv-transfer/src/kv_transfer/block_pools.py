@@ -27,7 +27,8 @@ from kv_core.errors import CallerError
 from kv_core.layout import PoolKind, PoolPosition, PoolShape, layer_positions
 from kv_core.tiers import Tier
 from kv_transfer.device_memory import trim
-from kv_transfer.file_mover import FileMover, PlainFiles
+from kv_transfer.file_mover import FILE_LIMIT_S, FileMover, PlainFiles
+from kv_transfer.file_threads import FileThreads
 from kv_transfer.process_directory import ProcessDirectory
 from kv_transfer.slot_files import SlotFiles, Sums
 
@@ -83,15 +84,18 @@ class BlockPools:
         directory: Path | None = None,
         mover: FileMover | None = None,
         checksum: bool = True,
+        file_limit_s: float = FILE_LIMIT_S,
     ) -> None:
         """`windows` are those of the manager's configuration; layers that read more than the largest belong to it.
 
         `directory` holds the disk tier, if a window has one; `mover` moves its bytes (`files.open_mover`; plain files
-        if None) and is closed with the pools. With `checksum` a file whose bytes have changed is a file that fails.
-        All memory is zeroed.
+        if None) and is closed with the pools. With `checksum` a file whose bytes have changed is a file that fails; so
+        is one that takes longer than `file_limit_s`. All memory is zeroed. OSError if the directory cannot be used.
         """
         self.device = device
-        self._root = _root(windows, directory)
+        self._threads = FileThreads(file_limit_s)
+        self._root = self._threads.call(f"making {directory}", lambda: _root(windows, directory))
+        self._is_closed = False
         self._mover = mover or PlainFiles()
         self._sums = Sums() if checksum else None
         self._positions = {kind: layer_positions(shapes, kind) for kind in PoolKind}
@@ -141,11 +145,17 @@ class BlockPools:
     def close(self) -> None:
         """Remove the files of the disk tier, forget the tensors, and give the device what nobody holds. Idempotent.
 
-        Copies have ended before: `CopyEngine.close`.
+        Copies have ended before: `CopyEngine.close`. A file system that hangs is left behind after `file_limit_s`; what
+        is left there goes when a next process starts beside it.
         """
         self._mover.close()
-        if self._root:
-            self._root.close()
+        if self._root and not self._is_closed:
+            self._is_closed = True
+            try:
+                self._threads.call(f"removing {self._root.path}", self._root.close)
+            except OSError as error:
+                _log.warning("files: %s is left behind: %s", self._root.path, error)
+            self._threads.close()
         self.pools, self.windows = (), {}
         trim(self.device)
 
@@ -154,7 +164,8 @@ class BlockPools:
         device = _tensor(shape, config.num_device, self.device)
         files = None
         if config.num_disk and self._root:
-            files = SlotFiles(self._root, config.window, number, shape.bytes_per_block, self._mover, self._sums)
+            num_bytes = shape.bytes_per_block
+            files = SlotFiles(self._root, config.window, number, num_bytes, self._mover, self._sums, self._threads)
             self._keep(device)
         pinned = self.device.type == "cuda"
         host = _tensor(shape, config.num_host, torch.device("cpu"), pinned=pinned) if config.num_host else None

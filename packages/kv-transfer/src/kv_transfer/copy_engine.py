@@ -4,6 +4,7 @@ In:  `KVCacheManager.take_copies()`, in order.
 Out: Progress: what has ended, which copies failed, which places lost their bytes.
 Law: nothing is overwritten before it is copied: an order runs after all of its `after`. A file that fails is a lost
      place, never an exception: nothing is copied from a lost place, so nothing false spreads. Core spec 9.3, D11, D12.
+     So is one that hangs: its order ends after `file_limit_s` of the pools, those behind it at once (`file_threads`).
 
 One step of an engine:
 
@@ -16,11 +17,12 @@ A place is lost until something is copied to it. A device slot is also written b
 it counts as lost until the engine has been told and all orders have ended.
 """
 
+import logging
 import threading
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from time import monotonic
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -28,9 +30,15 @@ from kv_core.errors import CallerError
 from kv_core.tiers import CopyOrder, Place, Tier
 from kv_transfer.block_pools import BlockPools
 from kv_transfer.copy_queue import CopyQueue
+from kv_transfer.file_mover import Hung
 from kv_transfer.slot_copier import SlotCopier
 from kv_transfer.slot_files import Corrupt
 from kv_transfer.threads import leave_pinned_core
+
+logger = logging.getLogger(__name__)
+
+CLOSE_S: Final = 60.0
+"""More than an order may take whose files hang one after another."""
 
 
 class Miss(NamedTuple):
@@ -53,11 +61,12 @@ class Progress(NamedTuple):
 
 
 class CopyTotals(NamedTuple):
-    """Orders since the engine began: all that ended, those that missed, and misses because a file had changed."""
+    """Orders since the engine began: all that ended, those that missed, and why: a file had changed, or it hung."""
 
     num_ended: int = 0
     num_missed: int = 0
     num_corrupt: int = 0
+    num_hung: int = 0
 
 
 class CopyEngine:
@@ -126,14 +135,22 @@ class CopyEngine:
         with self._changed:
             return self._totals
 
-    def close(self) -> None:
-        """End the threads; orders that have not begun are dropped. Idempotent."""
+    def close(self, timeout_s: float = CLOSE_S) -> bool:
+        """End the threads; orders that have not begun are dropped. Idempotent.
+
+        False if an order did not end by then: it is left behind, and what it works on must be kept.
+        """
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+        deadline = monotonic() + timeout_s
         for worker in self._workers:
-            worker.join()
+            worker.join(max(0.0, deadline - monotonic()))
+        if any(worker.is_alive() for worker in self._workers):
+            logger.error("a copy did not end within %s s, and is left behind", timeout_s)
+            return False
         self._streams.drain()
+        return True
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -187,9 +204,10 @@ class CopyEngine:
         return None
 
     def _note(self, order: CopyOrder, failure: OSError | None) -> None:
-        ended, missed, corrupt = self._totals
+        ended, missed, corrupt, hung = self._totals
         corrupt += isinstance(failure, Corrupt)
-        self._totals = CopyTotals(ended + 1, missed + (failure is not None), corrupt)
+        hung += isinstance(failure, Hung)
+        self._totals = CopyTotals(ended + 1, missed + (failure is not None), corrupt, hung)
         if failure is None:
             self._lost.discard(order.destination)
             self._untold.discard(order.destination)

@@ -3,6 +3,7 @@
 In:  an open file; memory, uint8 [n], contiguous.
 Out: all n bytes moved, from or to the beginning of the file.
 Law: a mover moves everything or raises OSError. It opens and closes no file, and it may be used by several threads.
+     After Hung, but for NotAsked, the memory may still be read or written: whoever lent it does not use it again.
 
 `PlainFiles` moves by the calls of the operating system, and is what everything else falls back on.
 """
@@ -11,10 +12,21 @@ import errno
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
+
+FILE_LIMIT_S: Final = 10.0
+"""How long a slot may take. Far more than a disk that works needs: one that does not costs a miss, not an engine."""
+
+
+class Hung(OSError):
+    """A file system has not answered in time; what it was asked may still happen."""
+
+
+class NotAsked(Hung):
+    """A file system has not answered what it was asked before; nothing of this call will happen."""
 
 
 class FileMover(Protocol):

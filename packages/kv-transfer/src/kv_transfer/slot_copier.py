@@ -54,9 +54,8 @@ class SlotCopier:
         return slot if pool.disk.mover.reaches(slot.device) else slot.cpu()
 
     def _from_file(self, pool: Pool, place: Place) -> Tensor:
-        content = torch.empty_like(pool.device[0], device="cpu")
-        pool.disk.read(place.slot, _bytes(content))
-        return content
+        slot = pool.device[0]
+        return pool.disk.load(place.slot, torch.device("cpu")).view(slot.dtype).view(slot.shape)
 
     def _wait_for_stream(self) -> None:
         if self._pools.device.type == "cuda":
