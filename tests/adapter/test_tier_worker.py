@@ -2,6 +2,7 @@
 
 import errno
 import threading
+import time
 
 import pytest
 import torch
@@ -20,10 +21,12 @@ from kv_engine_adapter.tier_orders import (
     JobId,
     LoadTokens,
     Prefix,
+    Rates,
     SaveBlocks,
     TierOrders,
     Wish,
     WriteToDisk,
+    slowest,
 )
 from kv_engine_adapter.tier_worker import TierWorker, by_record
 from kv_testing.stores import config_of, cut, full_world, num_wrong
@@ -44,13 +47,14 @@ WISHES = (Wish(Span(0, 32), 90, 60_000), Wish(Span(32, NUM_TOKENS), 35))
 class Side:
     """A rank, its tiers and what it answered so far."""
 
-    def __init__(self, world, rank=0, store=None, num_slots=10, **more):
+    def __init__(self, world, rank=0, store=None, num_slots=10, measured=(), clock=time.monotonic, **more):
         self.world = world
         self.caches = world.caches[Rank(rank)]
         self.memory = HostMemory(world.state, self.caches, SIZE, num_slots, **more)
-        self.worker = TierWorker(self.memory, lambda tables: tables, store)
+        self.worker = TierWorker(self.memory, lambda tables: tables, store, clock=clock, measured=measured)
         self.tables = world.tables(Rank(rank)).by_group
         self.answers, self.received, self.failed = [], set(), set()
+        self.rates = Rates()
 
     def obey(self, *jobs):
         """Wait for the answers to all of these."""
@@ -64,6 +68,7 @@ class Side:
         self.answers += ended.answers
         self.received |= ended.received
         self.failed |= ended.failed
+        self.rates = slowest(self.rates, ended.rates or Rates())
         return len(self.answers)
 
 
@@ -178,6 +183,38 @@ def test_what_is_not_kept_is_refused(state, why):
     caches = full_world(cut(), NUM_TOKENS).caches[Rank(0)]
     with pytest.raises(CallerError, match=why):
         HostMemory(state, caches, SIZE, 10)
+
+
+class Ticking(threading.local):
+    """A clock that every thread turns by itself, a second each time it looks."""
+
+    now = 0
+
+    def __call__(self):
+        self.now += 1
+        return self.now
+
+
+def test_copies_are_measured_at_the_start(sides, tmp_path):
+    world = full_world(cut(), NUM_TOKENS)
+    store = PrefixStore(config_of(tmp_path, tokens_per_record=64), world.state)
+    side = sides(world, store=store, measured=((3,),), clock=Ticking())
+    wait_for(lambda: side.look() == 0 and None not in side.rates)
+    assert side.rates == Rates(1 / SIZE, 1 / 64)
+    assert num_wrong(world, ALL) == 0
+    assert not list(tmp_path.rglob("l0-3.*"))
+    side.rates = Rates()
+    side.look()
+    assert side.rates == Rates(), "told once"
+
+
+def test_a_disk_that_fails_is_not_measured(sides, tmp_path):
+    world = full_world(cut(), NUM_TOKENS)
+    store = PrefixStore(config_of(tmp_path), world.state, mover=PlainFiles(FileCalls(write=full)))
+    side = sides(world, store=store, measured=((3,),), clock=Ticking())
+    wait_for(lambda: side.look() == 0 and "measure disk_full" in store.counts and side.rates.host_token_s)
+    assert side.rates == Rates(1 / SIZE, None)
+    assert not list(tmp_path.rglob("l0-3.*"))
 
 
 # Disk.

@@ -108,6 +108,20 @@ PANELS = (
         ),
     ),
     Panel(
+        "When the tiers load",
+        "From how many tokens on loading from host memory or disk beats computing them; no line: never.",
+        "short",
+        tuple((now(f"kvferry:tier_break_even_{what}_tokens"), f"{what}, {ENGINE}") for what in ("host", "disk")),
+    ),
+    Panel(
+        "A token of the tiers",
+        "What computing one costs, and loading it from host memory or (on top) from disk.",
+        "s",
+        tuple(
+            (now(f"kvferry:tier_{what}_token_seconds"), f"{what}, {ENGINE}") for what in ("recompute", "host", "disk")
+        ),
+    ),
+    Panel(
         "What the tiers did not do",
         "Failures and disk errors should be 0; the engine's log has the reasons. No room: raise tier_host_bytes. Late: "
         "the disk is slow, lower tier_disk_wait_s or take a faster one. Hints refused: a client writes them wrongly.",

@@ -73,6 +73,15 @@ GAUGES: dict[str, Metric] = {
     "quarantined": Metric("kvferry:staging_quarantined", "Staging regions a late writer may still write."),
     "tier_slots_held": Metric("kvferry:tier_slots_held", "Host slots in use by copies and by the disk."),
     "tier_jobs": Metric("kvferry:tier_jobs", "Copies, reads and writes of the tiers now open."),
+    "tier_recompute_token_s": Metric("kvferry:tier_recompute_token_seconds", "What computing a token costs."),
+    "tier_host_token_s": Metric("kvferry:tier_host_token_seconds", "What loading a token from host memory costs."),
+    "tier_disk_token_s": Metric("kvferry:tier_disk_token_seconds", "What reading a token from disk costs."),
+    "tier_break_even_host_tokens": Metric(
+        "kvferry:tier_break_even_host_tokens", "From how many tokens on loading from host memory pays; +Inf: never."
+    ),
+    "tier_break_even_disk_tokens": Metric(
+        "kvferry:tier_break_even_disk_tokens", "From how many tokens on loading from disk pays; +Inf: never."
+    ),
     "threads_troubled": Metric("kvferry:threads_troubled", "Threads of ours that hang or have failed; see the log."),
 }
 

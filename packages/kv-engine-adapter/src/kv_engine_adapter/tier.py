@@ -24,6 +24,7 @@ from kv_engine_adapter.metrics import Report
 from kv_engine_adapter.orders import Tables
 from kv_engine_adapter.ports import CachedRequest
 from kv_engine_adapter.retain import hints_of
+from kv_engine_adapter.tier_costs import TierCosts
 from kv_engine_adapter.tier_disk import DiskTier, Question, Stage
 from kv_engine_adapter.tier_jobs import Jobs
 from kv_engine_adapter.tier_orders import JobId, LoadTokens, SaveBlocks, Tally, TierOrders, WriteToDisk
@@ -49,10 +50,12 @@ class PrefixTiers:
         """What has happened so far, by name."""
         self._reported: Counter[str] = Counter()
         self._last_gauges: dict[str, float] = {}
+        self.costs = TierCosts(terms, clock)
+        """Told by whoever sees the engine's steps and hears the ranks."""
         self._terms = terms
         self._slots = HostSlots(terms, clock)
         self._jobs = Jobs(terms.num_ranks)
-        self._disk = DiskTier(terms, self._slots, self._jobs, self.counts, clock)
+        self._disk = DiskTier(terms, self.costs, self._slots, self._jobs, self.counts, clock)
         self._questions: dict[RequestId, Question] = {}
         self._wishes: dict[RequestId, RetentionConfig | None] = {}
         self._loading: dict[RequestId, tuple[int, ...]] = {}
@@ -77,7 +80,7 @@ class PrefixTiers:
         if not self._slots.is_there(question.found):
             question.found = self._slots.find(question.tokens, question.scope)
         num_found = max(0, question.found.num_tokens - num_computed)
-        if not self._terms.pays(num_found, from_disk=False):
+        if not self.costs.pays(num_found, from_disk=False):
             num_found = 0
         question.answer = Span(num_computed, num_computed + num_found)
         return num_found
@@ -208,8 +211,8 @@ class PrefixTiers:
             self._is_resetting = False
 
     def gauges(self) -> dict[str, float]:
-        """Host slots in use and jobs now."""
-        return {"tier_slots_held": self._slots.num_held, "tier_jobs": len(self._jobs)}
+        """Host slots in use and jobs now, and what loading costs."""
+        return {"tier_slots_held": self._slots.num_held, "tier_jobs": len(self._jobs), **self.costs.gauges()}
 
     def take_report(self) -> Report | None:
         """Counters since the last report and present gauges; `None` when nothing changed."""

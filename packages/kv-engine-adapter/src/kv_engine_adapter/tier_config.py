@@ -6,7 +6,9 @@ Law: without `tier_host_bytes` there are no tiers and nothing of them runs. Dire
 from dataclasses import dataclass
 
 from kv_core.errors import CallerError
-from kv_engine_adapter.tier_terms import BreakEven
+from kv_engine_adapter.tier_terms import COSTS, BreakEven
+
+_ASSUMED = {"recompute_token_s": 1e-4, "host_byte_s": 2e-10, "disk_byte_s": 2e-9, "start_s": 0.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +26,15 @@ class TierConfig:
     tier_verify: bool = False
     """Check blocks in host memory before they are loaded; those on disk always are. A block that fails is a load that
     fails: set `kv_load_failure_policy` to "recompute"."""
-    tier_recompute_token_s: float = 1e-4
-    """What computing a token of a prompt costs: tokens are loaded where that costs less."""
-    tier_host_byte_s: float = 2e-10
-    """What loading a byte from host memory costs."""
-    tier_disk_byte_s: float = 2e-9
-    """What reading a byte from disk costs."""
-    tier_start_s: float = 0.0
-    """What any load costs, however short."""
+    tier_recompute_token_s: float | None = None
+    """What computing a token of a prompt costs: tokens are loaded where that costs less. None: as the engine's steps
+    tell."""
+    tier_host_byte_s: float | None = None
+    """What loading a byte from host memory costs, all ranks together. None: measured at the start."""
+    tier_disk_byte_s: float | None = None
+    """What reading a byte from disk costs, all ranks together. None: measured at the start."""
+    tier_start_s: float | None = None
+    """What any load costs, however short. None: a step of the engine that computes no prompt."""
 
     def __post_init__(self) -> None:
         if min(self.tier_host_bytes, self.tier_disk_bytes) < 0 or not self.tier_disk_wait_s >= 0:
@@ -49,6 +52,15 @@ class TierConfig:
 
     @property
     def break_even(self) -> BreakEven:
-        return BreakEven(
-            self.tier_recompute_token_s, self.tier_host_byte_s, self.tier_disk_byte_s, start_s=self.tier_start_s
-        )
+        """What is given, and what is assumed until it is measured."""
+        given = {name: value for name in COSTS if (value := self._given(name)) is not None}
+        return BreakEven(**(_ASSUMED | given))
+
+    @property
+    def measured(self) -> frozenset[str]:
+        """The costs that are not given."""
+        return frozenset(name for name in COSTS if self._given(name) is None)
+
+    def _given(self, name: str) -> float | None:
+        value: float | None = getattr(self, f"tier_{name}")
+        return value

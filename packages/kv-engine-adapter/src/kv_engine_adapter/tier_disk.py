@@ -17,6 +17,7 @@ from kv_core.keys import Scope
 from kv_core.retention import DEFAULT_PRIORITY, RetentionConfig
 from kv_core.spans import Span
 from kv_core.token_log import packed
+from kv_engine_adapter.tier_costs import TierCosts
 from kv_engine_adapter.tier_jobs import Jobs
 from kv_engine_adapter.tier_orders import FetchFromDisk, FindOnDisk, JobId, Prefix, Wish, WriteToDisk
 from kv_engine_adapter.tier_slots import Found, HostSlots, Kept, scope_within
@@ -53,9 +54,16 @@ class DiskTier:
     """What one engine asks of its disk."""
 
     def __init__(
-        self, terms: TierTerms, slots: HostSlots, jobs: Jobs, counts: Counter[str], clock: Callable[[], float]
+        self,
+        terms: TierTerms,
+        costs: TierCosts,
+        slots: HostSlots,
+        jobs: Jobs,
+        counts: Counter[str],
+        clock: Callable[[], float],
     ) -> None:
         self._terms = terms
+        self._costs = costs
         self._slots = slots
         self._jobs = jobs
         self._counts = counts
@@ -89,7 +97,7 @@ class DiskTier:
             question.stage = Stage.OVER
             return False
         num_more = len(question.tokens) - max(num_computed, question.found.num_tokens)
-        if not self._terms.pays(num_more, from_disk=True):
+        if not self._costs.pays(num_more, from_disk=True):
             question.stage = Stage.OVER
             return False
         question.stage, question.deadline = Stage.FINDING, self._clock() + self._terms.disk_wait_s
@@ -119,7 +127,7 @@ class DiskTier:
             return
         question.stage = Stage.OVER
         question.found = found = self._slots.find(question.tokens, question.scope)
-        if not self._terms.pays(num_tokens - found.num_tokens, from_disk=True):
+        if not self._costs.pays(num_tokens - found.num_tokens, from_disk=True):
             return
         tokens = question.tokens[: min(num_tokens, self._terms.capacity)]
         kept = self._slots.keep(tokens, question.scope, question.retention)

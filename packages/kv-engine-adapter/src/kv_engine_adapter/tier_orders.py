@@ -117,6 +117,15 @@ class Answer(NamedTuple):
     num_tokens: int
 
 
+class Rates(NamedTuple):
+    """What a rank measured at its start: seconds a token of its own bytes; `None` where nothing was to be measured."""
+
+    host_token_s: float | None = None
+    """From a host slot into a block of the device."""
+    disk_token_s: float | None = None
+    """From a file, verified, into memory."""
+
+
 class Tally(NamedTuple):
     """Answers of several ranks to one job: how many ranks, and the least of what they say."""
 
@@ -127,6 +136,12 @@ class Tally(NamedTuple):
 def tallied(answers: Iterable[Answer]) -> dict[JobId, Tally]:
     """The answers of one rank, ready to be joined with others'."""
     return {answer.job: Tally(1, answer.num_tokens) for answer in answers}
+
+
+def slowest(ours: Rates, theirs: Rates) -> Rates:
+    """The rates of ranks that copy at once."""
+    pairs = zip(ours, theirs, strict=True)
+    return Rates(*(max((rate for rate in pair if rate is not None), default=None) for pair in pairs))
 
 
 def joined(ours: Mapping[JobId, Tally], theirs: Mapping[JobId, Tally]) -> dict[JobId, Tally]:

@@ -3,6 +3,7 @@
 Law: values only. All times are seconds, all sizes bytes.
 """
 
+import math
 from dataclasses import dataclass
 
 from kv_core.errors import CallerError
@@ -31,6 +32,16 @@ class BreakEven:
         byte_s = self.host_byte_s + (self.disk_byte_s if from_disk else 0.0)
         return num_tokens * self.recompute_token_s > self.start_s + num_tokens * bytes_per_token * byte_s
 
+    def from_tokens(self, bytes_per_token: int, *, from_disk: bool) -> float:
+        """From how many tokens on loading pays; infinity if it never does."""
+        byte_s = self.host_byte_s + (self.disk_byte_s if from_disk else 0.0)
+        gain_s = self.recompute_token_s - bytes_per_token * byte_s
+        return math.floor(self.start_s / gain_s) + 1 if gain_s > 0 else math.inf
+
+
+COSTS = ("recompute_token_s", "host_byte_s", "disk_byte_s", "start_s")
+"""The fields of a `BreakEven`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierTerms:
@@ -38,7 +49,7 @@ class TierTerms:
 
     `num_slots` host slots, each for a block of `tokens_per_block`; `bytes_per_token` of all ranks together;
     `max_tokens` of the longest request; a request waits at most `disk_wait_s` for the disk; a copy between device and
-    host begins within `copy_within_s` or has failed.
+    host begins within `copy_within_s` or has failed. Costs that are `measured` are guesses until then.
     """
 
     tokens_per_block: int
@@ -47,6 +58,7 @@ class TierTerms:
     max_tokens: int
     num_ranks: int
     break_even: BreakEven
+    measured: frozenset[str] = frozenset()
     has_disk: bool = False
     disk_wait_s: float = 2.0
     copy_within_s: float = 30.0
@@ -56,6 +68,8 @@ class TierTerms:
             raise CallerError(f"a tier has room for a block: {self}")
         if self.max_tokens < self.tokens_per_block or min(self.disk_wait_s, self.copy_within_s) < 0:
             raise CallerError(f"a request may have a block of tokens, and times are not negative: {self}")
+        if not self.measured <= set(COSTS):
+            raise CallerError(f"costs are measured: got={sorted(self.measured)}, known={COSTS}")
 
     @property
     def capacity(self) -> int:
@@ -70,7 +84,3 @@ class TierTerms:
     def from_block(self, num_held: int, num_tokens: int) -> Span:
         """What is to be filled if so many of the tokens are held: from a block's first token on, and never nothing."""
         return Span(min(num_held, num_tokens - 1) // self.tokens_per_block * self.tokens_per_block, num_tokens)
-
-    def pays(self, num_tokens: int, *, from_disk: bool) -> bool:
-        """Whether to load so many tokens; less than one never pays."""
-        return num_tokens > 0 and self.break_even.pays(num_tokens, self.bytes_per_token, from_disk=from_disk)

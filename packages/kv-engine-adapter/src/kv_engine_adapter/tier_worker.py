@@ -31,11 +31,13 @@ from kv_engine_adapter.tier_orders import (
     Job,
     LoadTokens,
     Prefix,
+    Rates,
     SaveBlocks,
     Slots,
     TierOrders,
     Wish,
     WriteToDisk,
+    slowest,
 )
 from kv_transfer.prefix_store.boxes import Box
 from kv_transfer.prefix_store.chain import PrefixChain
@@ -65,6 +67,7 @@ class TierEnded:
     answers: tuple[Answer, ...] = ()
     received: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
+    rates: Rates | None = None
 
 
 class TierWorker:
@@ -78,8 +81,12 @@ class TierWorker:
         *,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
+        measured: Tables = (),
     ) -> None:
-        """`kernel_tables` turns the scheduler's tables into those of the tensors. The store is closed with us."""
+        """`kernel_tables` turns the scheduler's tables into those of the tensors. The store is closed with us.
+
+        `measured` are tables of a block that nobody uses; with them both threads begin by measuring what copies cost.
+        """
         self._memory = memory
         self._kernel_tables = kernel_tables
         self._store = store
@@ -92,6 +99,8 @@ class TierWorker:
         self._answers: list[Answer] = []
         self._received: set[str] = set()
         self._failed: set[str] = set()
+        self._measured = measured
+        self._rates: Rates | None = None
         self._num_errors = 0
         self._counts: defaultdict[str, float] = defaultdict(float)
         self._threads = [self._thread("host", self._obey_host)]
@@ -107,11 +116,11 @@ class TierWorker:
 
     def poll(self) -> TierEnded:
         """What ended since the last call."""
-        if not self._answers:
+        if not self._answers and self._rates is None:
             return TierEnded()
         with self._lock:
-            ended = TierEnded(tuple(self._answers), self._received, self._failed)
-            self._answers, self._received, self._failed = [], set(), set()
+            ended = TierEnded(tuple(self._answers), self._received, self._failed, self._rates)
+            self._answers, self._received, self._failed, self._rates = [], set(), set(), None
         return ended
 
     def take_report(self) -> Report | None:
@@ -140,12 +149,28 @@ class TierWorker:
     # -- host ----------------------------------------------------------------------------------------------------
 
     def _obey_host(self) -> None:
+        self._try("measuring", self._measure_host)
         while (found := self._host.get()) is not None:
             job, fence, since = found
             if isinstance(job, SaveBlocks | LoadTokens):
                 self._copy(job, fence, since)
             else:
                 self._pass_on(job, since)
+
+    def _measure_host(self) -> None:
+        if self._measured and self._memory.caches.planes:
+            save_s, load_s = self._memory.measure(self._kernel_tables(self._measured), self._clock)
+            self._tell(Rates(host_token_s=load_s), "device to host", save_s, "host to device", load_s)
+
+    def _tell(self, rates: Rates, there: str, there_s: float, back: str, back_s: float) -> None:
+        """Of a token of this rank."""
+        num_bytes = self._memory.num_bytes(Span(0, 1))
+        logger.info(
+            "kvferry: tiers: %s %.2f GB/s, %s %.2f GB/s",
+            *(there, num_bytes / max(there_s, 1e-12) / 1e9, back, num_bytes / max(back_s, 1e-12) / 1e9),
+        )
+        with self._lock:
+            self._rates = rates if self._rates is None else slowest(self._rates, rates)
 
     def _copy(self, job: SaveBlocks | LoadTokens, fence: "torch.cuda.Event | None", since: float) -> None:
         way = "save" if isinstance(job, SaveBlocks) else "load"
@@ -176,9 +201,16 @@ class TierWorker:
 
     def _obey_disk(self) -> None:
         assert self._store is not None, "law: this thread runs where there is a disk"
+        self._try("measuring", self._measure_disk)
         while (job := (found := self._disk.get())[2]) is not None:
             in_time = isinstance(job, WriteToDisk) or self._clock() - found[3] <= job.within_s
             self._answer(Answer(job.job, self._on_disk(self._store, job) if in_time else self._none_of(job)))
+
+    def _measure_disk(self) -> None:
+        assert self._store is not None, "law: this thread runs where there is a disk"
+        caches = self._memory.caches
+        if self._measured and caches.planes and (took := self._store.measure(caches, self._clock)) is not None:
+            self._tell(Rates(disk_token_s=took.read_s), "host to disk", took.write_s, "disk to host", took.read_s)
 
     def _on_disk(self, store: PrefixStore, job: DiskJob) -> int:
         """Up to which token it went well."""

@@ -17,10 +17,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kv_core.errors import CallerError
 from kv_engine_adapter.metrics import Report, merged
 from kv_engine_adapter.orders import StepOrders
-from kv_engine_adapter.tier_orders import Answer, TierOrders, tallied
+from kv_engine_adapter.tier_orders import Answer, TierOrders, slowest, tallied
 from kv_engine_adapter.vllm import compat, setup
 from kv_engine_adapter.vllm.stats import FerryPromMetrics, FerryStats, own_report
-from kv_engine_adapter.vllm.tiers import SchedulerTiers, TierMetadata
+from kv_engine_adapter.vllm.tiers import NO_RATES, SchedulerTiers, TierMetadata
 from kv_engine_adapter.vllm.translate import RequestView, block_tables, scheduled_requests
 from kv_engine_adapter.vllm.window_blocks import WindowBlocks
 
@@ -82,6 +82,7 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
         self._tiers: SchedulerTiers | None = None
         self._tier_worker: TierWorker | None = None
         self._tier_answers: tuple[Answer, ...] = ()
+        self._tier_rates = NO_RATES
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler_setup = setup.SchedulerSetup(vllm_config, kv_cache_config)
             self._windows = WindowBlocks(self._scheduler_setup.model)
@@ -138,7 +139,10 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
         early = self._scheduling.early
         scheduled = scheduled_requests(scheduler_output, early) if early else ()
         early.stepped(scheduled, preempted, may_load=compat.may_load(scheduler_output))
-        tiers = TierOrders() if self._tiers is None else self._tiers.prefixes.take_orders()
+        tiers = TierOrders()
+        if self._tiers is not None:
+            self._tiers.step_began(scheduler_output)
+            tiers = self._tiers.prefixes.take_orders()
         return FerryMetadata(self._scheduling.take_orders(), tiers)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
@@ -246,11 +250,13 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
             done.received.update(tiers.received)
             done.failed.update(tiers.failed)
             self._tier_answers += tiers.answers
+            self._tier_rates = slowest(self._tier_rates, tiers.rates or NO_RATES)
         return done
 
     def build_connector_worker_meta(self) -> TierMetadata | None:
         answers, self._tier_answers = self._tier_answers, ()
-        return TierMetadata(tallied(answers)) if answers else None
+        rates, self._tier_rates = self._tier_rates, NO_RATES
+        return TierMetadata(tallied(answers), rates) if answers or rates != NO_RATES else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         # Versions that are told failed requests by id must not be told of the blocks as well.
@@ -260,6 +266,9 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
 
     def get_kv_connector_stats(self) -> FerryStats | None:
         prefixes = None if self._tiers is None else self._tiers.prefixes
+        if self._tiers is not None:
+            # Why here: vLLM asks the scheduler's half once at the end of every step, whatever its workers had to say.
+            self._tiers.step_ended()
         halves = self._worker or self._scheduler, self._tier_worker or prefixes
         reports: list[Report] = [report for half in halves if half is not None and (report := half.take_report())]
         if not reports:

@@ -15,7 +15,7 @@ from kv_core.ids import RequestId
 from kv_engine_adapter.orders import Tables
 from kv_engine_adapter.tier import PrefixTiers
 from kv_engine_adapter.tier_config import TierConfig
-from kv_engine_adapter.tier_orders import JobId, Tally, joined
+from kv_engine_adapter.tier_orders import JobId, Rates, Tally, joined, slowest
 from kv_engine_adapter.tier_terms import TierTerms
 from kv_engine_adapter.vllm import compat
 from kv_engine_adapter.vllm.device_leases import DeviceLeases
@@ -25,6 +25,7 @@ from kv_engine_adapter.vllm.translate import RequestView, parallel_layout
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -34,18 +35,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_CHUNK = 16
+"""Tokens of a request in one step; fewer may be guesses of a speculative decoder."""
+NO_RATES = Rates()
 TOKENS_PER_RECORD = 64
 """Of the store on disk: the same for all engines that share a directory, whatever their block sizes."""
 
 
 @dataclass
 class TierMetadata(compat.WORKER_METADATA):
-    """The answers of one rank, or of several joined."""
+    """The answers of one rank, or of several joined; and what they measured, once."""
 
     tallies: dict[JobId, Tally]
+    rates: Rates = NO_RATES
 
     def aggregate(self, other: "TierMetadata") -> "TierMetadata":
-        return TierMetadata(joined(self.tallies, other.tallies))
+        return TierMetadata(joined(self.tallies, other.tallies), slowest(self.rates, other.rates))
 
 
 class SchedulerTiers:
@@ -72,8 +77,18 @@ class SchedulerTiers:
         told = getattr(output, "kv_connector_worker_meta", None)
         if isinstance(told, TierMetadata):
             self._leases.free(self.prefixes.answered(told.tallies))
+            self.prefixes.costs.heard(told.rates)
         failed = getattr(output, "failed_recving", None) or ()
         self.prefixes.loads_over(map(RequestId, output.finished_recving or ()), failed)
+
+    def step_began(self, output: "SchedulerOutput") -> None:
+        """What the engine computes now: of a request several tokens at once are of its prompt, or nearly."""
+        numbers = output.num_scheduled_tokens.values()
+        self.prefixes.costs.step_began(sum(number for number in numbers if number >= _CHUNK), sum(numbers))
+
+    def step_ended(self) -> None:
+        """Told of every step, in order."""
+        self.prefixes.costs.step_ended()
 
     def has_pending_frees(self) -> bool:
         """Whether blocks will come free without anybody being preempted."""
@@ -127,6 +142,7 @@ def tier_terms(config: "VllmConfig", tier: TierConfig, model: ModelCaches, eleme
         max_tokens=config.model_config.max_model_len,
         num_ranks=len(shares),
         break_even=tier.break_even,
+        measured=tier.measured,
         has_disk=tier.tier_disk_dir is not None,
         disk_wait_s=tier.tier_disk_wait_s,
     )
@@ -149,4 +165,6 @@ def tier_worker(tier: TierConfig, terms: TierTerms, state: "CacheState", view: "
         terms.num_slots, terms.tokens_per_block, memory.num_host_bytes / 1e6,
         "" if store is None else f", and disk tier: {tier.tier_disk_bytes / 1e6:.1f} MB in {tier.tier_disk_dir}",
     )  # fmt: skip
-    return TierWorker(memory, view.kernel_tables, store)
+    # vLLM's block 0 of every group holds nothing, ever.
+    measured = tuple((0,) for _ in range(max(view.groups) + 1)) if tier.measured else ()
+    return TierWorker(memory, view.kernel_tables, store, measured=measured)

@@ -71,6 +71,12 @@ class Shelf:
         with suppress(OSError):
             os.utime(self.path_of(key, name))
 
+    def cool(self, key: BlockKey, name: RecordName, num_bytes: int) -> None:
+        """Let the file be on the disk, and nowhere else."""
+        with self.opened(key, name, num_bytes) as file:
+            os.fsync(file)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+
     def discard(self, key: BlockKey, name: RecordName) -> None:
         """Remove a file that is of no use."""
         path = self.path_of(key, name)

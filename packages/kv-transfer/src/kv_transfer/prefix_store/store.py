@@ -14,14 +14,16 @@ Law: what is read is what was written for that prompt, or is not reported as rea
 """
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
+import torch
 from torch import Tensor
 
 from kv_core.errors import CallerError
-from kv_core.keys import BlockKey, Scope
+from kv_core.keys import KEY_BYTES, BlockKey, Scope
 from kv_core.retention import DEFAULT_PRIORITY, MAX_PRIORITY, MIN_PRIORITY
 from kv_core.spans import Span
 from kv_transfer.file_mover import FileMover, PlainFiles
@@ -50,6 +52,13 @@ class Outcome(NamedTuple):
     num_tokens: int
     num_bytes: int
     why: Miss | None = None
+
+
+class Took(NamedTuple):
+    """Seconds for each token of a rank: of writing it, and of reading and verifying it."""
+
+    write_s: float
+    read_s: float
 
 
 class PrefixStore:
@@ -163,6 +172,30 @@ class PrefixStore:
                 return Outcome(num_tokens, num_bytes, why_of(error))
             num_tokens = record.stop - tokens.start
         return Outcome(num_tokens, num_bytes)
+
+    def measure(self, caches: PagedCaches, clock: Callable[[], float]) -> "Took | None":
+        """What a record of this rank costs, one being written, read from the disk and removed; None if that fails."""
+        if (holdings := self._holdings) is None:
+            return None
+        key = BlockKey(os.urandom(KEY_BYTES))
+        name = RecordName(_box_of(caches), self._tokens_per_record)
+        header = Header.of(self._namespace, key, name.box, name.num_tokens, self._state)
+        payload = torch.frombuffer(bytearray(os.urandom(header.payload_bytes)), dtype=torch.uint8)
+        times = [clock()]
+        try:
+            self._files.write(header, name, payload)
+            times.append(clock())
+            holdings.shelf.cool(key, name, header.file_bytes)
+            times.append(clock())
+            self._files.read(header, name)
+            times.append(clock())
+        except _ERRORS as error:
+            self._missed("measure", why_of(error))
+            return None
+        finally:
+            holdings.shelf.discard(key, name)
+        began, written, cooled, read = times
+        return Took((written - began) / name.num_tokens, (read - cooled) / name.num_tokens)
 
     def close(self) -> None:
         """Records stay, what was being written goes. Idempotent."""
