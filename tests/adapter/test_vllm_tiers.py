@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from kv_core.errors import CallerError
@@ -105,8 +106,66 @@ def test_blocks_of_a_save_are_kept_until_every_rank_has_answered():
     assert pool.touched == [11, 12, 13], "it is there already"
 
 
+def ended_request(salt, items):
+    """A real request of vLLM that has ended: 3 blocks and a bit, the last token not computed."""
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request as Theirs
+    from vllm.v1.request import RequestStatus
+
+    init_none_hash(sha256)
+    features = [
+        MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset=offset, length=length))
+        for name, offset, length in items
+    ]
+    request = Theirs(
+        "r", list(range(3 * SIZE + 4)), SamplingParams(max_tokens=4), None, mm_features=features, cache_salt=salt,
+        block_hasher=get_request_block_hasher(SIZE, sha256),
+    )  # fmt: skip
+    request.append_output_token_ids(7)
+    request.num_computed_tokens = request.num_prompt_tokens
+    request.status = RequestStatus.FINISHED_STOPPED
+    return request
+
+
+@pytest.mark.parametrize(("salt", "items"), [
+    (None, ()), ("salt", ()), ("salt", (("picture", 5, 40), ("film", 60, 10))),
+])  # fmt: skip
+def test_blocks_are_told_as_vllm_tells_those_of_the_device(salt, items):
+    from vllm.v1.core.block_pool import BlockPool
+
+    from kv_engine_adapter.vllm.tiers import SchedulerTiers, TierMetadata
+
+    request = ended_request(salt, items)
+    theirs = BlockPool(10, enable_caching=True, hash_block_size=SIZE, enable_kv_cache_events=True)
+    blocks = theirs.get_new_blocks(3)
+    theirs.cache_full_blocks(
+        request, blocks, num_cached_blocks=0, num_full_blocks=3, block_size=SIZE, kv_cache_group_id=0
+    )
+    (on_device,) = theirs.take_events()
+
+    terms = TierTerms(tokens_per_block=SIZE, num_slots=4, bytes_per_token=10, max_tokens=4096, num_ranks=1,
+                      break_even=BreakEven(1.0, 0.0, 0.0), hashes_per_block=1)  # fmt: skip
+    tiers = SchedulerTiers(terms)
+    tiers.bind(SimpleNamespace(block_pool=Pool()))
+    tiers.finished(request, ((1, 2, 3, 4),))
+    (order,) = tiers.prefixes.take_orders().jobs
+    answers = TierMetadata(tallied([Answer(order.job, order.tokens.stop)]))
+    tiers.update(SimpleNamespace(kv_connector_worker_meta=answers, finished_recving=None, failed_recving=None))
+    (in_host,) = tiers.take_events()
+    assert (on_device.medium, in_host.medium) == ("GPU", "CPU")
+    in_host.medium = on_device.medium
+    assert msgspec.to_builtins(in_host) == msgspec.to_builtins(on_device)
+
+    tiers.prefixes.reset()
+    (gone,) = tiers.take_events()
+    assert (gone.medium, gone.group_idx, gone.block_hashes) == ("CPU", 0, on_device.block_hashes[::-1])
+
+
 def config(tp=1, max_model_len=4096):
-    return SimpleNamespace(model_config=SimpleNamespace(max_model_len=max_model_len), tp=tp)
+    return SimpleNamespace(model_config=SimpleNamespace(max_model_len=max_model_len), tp=tp, kv_events_config=None)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ LATER_HOOKS = {"bind_kv_cache_manager", "get_transfer_results"}
 READ = {
     ("vllm.v1.request", "Request"): {
         "request_id", "kv_transfer_params", "num_prompt_tokens", "prompt_token_ids", "lora_request", "cache_salt",
-        "mm_features", "num_computed_tokens", "status",
+        "mm_features", "num_computed_tokens", "status", "block_hashes",
     },
     ("vllm.v1.request", "RequestStatus"): {"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"},
     ("vllm.v1.outputs", "KVConnectorOutput"): {

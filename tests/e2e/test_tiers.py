@@ -9,6 +9,8 @@ import random
 import pytest
 
 from kv_core.spans import Span
+from kv_engine_adapter.cli.engines import free_port
+from kv_testing.subscriber import Subscriber
 from kv_testing.tier_process import BLOCK, running_engine
 from kv_testing.waiting import wait_for
 
@@ -43,11 +45,17 @@ def test_prompts_come_back_from_host_memory_and_after_a_restart_from_disk(models
     disk = {"tier_disk_dir": str(tmp_path / "kept"), "tier_disk_bytes": 1 << 28}
     kept, damaged, broken = prompts("kept", 3)
     floods = iter(prompts("flood", 12, 1000))
-    with running_engine(models["tiny"], TIERS | disk) as engine:
+    port = free_port()
+    with Subscriber(port) as heard, running_engine(models["tiny"], TIERS | disk, event_port=port) as engine:
         first = engine.ask(kept, **{"kvferry.retain": ["0-:90:600s"], "kvferry.directory": "/elsewhere"})
         assert first.num_cached == 0
         assert engine.counts()["hints_refused"] == 1
+        on_device = heard.hear().prefix(kept, "GPU")
+        assert len(on_device) == NUM_TOKENS // BLOCK
         flood(engine, next(floods))
+        wait_for(lambda: engine.ask((16, 17), 1) and heard.hear().prefix(kept, "STORAGE"), 60)
+        assert not heard.prefix(kept, "GPU")
+        assert heard.prefix(kept, "CPU") == heard.prefix(kept, "STORAGE") == on_device, "what only our tiers hold"
         again = engine.ask(kept)
         assert again.num_cached == NUM_TOKENS - 1, "every full block and the tail"
         assert same(again, first)
@@ -64,6 +72,11 @@ def test_prompts_come_back_from_host_memory_and_after_a_restart_from_disk(models
         # An engine in its caller's process steps for requests alone, so the last copy ends with the next one.
         wait_for(lambda: engine.ask((16, 17), 1) and not engine.counts()["open"], 60)
         engine.forget()
+        assert heard.prefix(kept, "CPU") == on_device
+        assert ("BlockRemoved", "CPU") not in heard.kinds
+        engine.ask((16, 17), 1)
+        assert not any(heard.hear().prefix(kept, medium) for medium in ("GPU", "CPU", "STORAGE"))
+        assert ("BlockRemoved", "CPU") in heard.kinds
         assert engine.ask(kept).num_cached == 0, "a reset forgets the disk too"
         assert same(engine.ask(damaged), answers[0])
 

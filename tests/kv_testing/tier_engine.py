@@ -2,7 +2,8 @@
 
 In:  a seed. Out: how many tokens came from the tiers; a `Broken` if a law is.
 Law: whatever is loaded is what was computed for the very prompt; blocks of the device that a job needs are not used for
-     anything else; every request ends; at the end no slot is held and no block is kept.
+     anything else; every request ends; at the end no slot is held and no block is kept; who hears the events knows what
+     is found in host memory.
 
 What it does: prompts that share prefixes, chunks of a request that end anywhere, loads and saves that fail, a disk that
 is late, forgets and holds less than it says, answers of ranks in different steps, aborts, resets, priorities.
@@ -19,6 +20,7 @@ from kv_core.keys import Scope
 from kv_core.token_log import unpacked
 from kv_engine_adapter.orders import Tables
 from kv_engine_adapter.tier import PrefixTiers
+from kv_engine_adapter.tier_events import BlockName, Medium
 from kv_engine_adapter.tier_orders import (
     Answer,
     FetchFromDisk,
@@ -32,6 +34,7 @@ from kv_engine_adapter.tier_orders import (
     tallied,
 )
 from kv_engine_adapter.tier_terms import BreakEven, TierTerms
+from kv_testing.tier_listener import Listener, named, names_in_host
 
 SIZE = 4
 NUM_BLOCKS = 20
@@ -66,6 +69,10 @@ class TierRequest:
 
     def scope(self) -> Scope | str:
         return self.why_unshared or Scope(salt=self.salt)
+
+    def block_names(self, tokens_per_block: int, hashes_per_block: int) -> list[BlockName]:
+        assert hashes_per_block == 1
+        return named(self.tokens, self.salt, tokens_per_block)
 
     def label(self, at: int) -> Label:
         return (hash(self.salt), *self.tokens[: at + 1])
@@ -142,9 +149,10 @@ class TierEngine:
         terms = TierTerms(
             tokens_per_block=SIZE, num_slots=dice.choice((3, 8, 24)), bytes_per_token=1, max_tokens=64,
             num_ranks=len(self.ranks), break_even=BreakEven(1.0, 0.1, 0.1, start_s=dice.choice((0.0, 3.0))),
-            has_disk=dice.random() < 0.7, disk_wait_s=dice.choice((1.0, 30.0)),
+            has_disk=dice.random() < 0.7, disk_wait_s=dice.choice((1.0, 30.0)), hashes_per_block=1,
         )  # fmt: skip
         self.tiers = PrefixTiers(terms, clock=lambda: self.now)
+        self.listener = Listener(SIZE)
         self.free = list(range(NUM_BLOCKS))
         self.waiting: list[TierRequest] = []
         self.running: list[TierRequest] = []
@@ -201,6 +209,14 @@ class TierEngine:
             self.free += self.leases.pop(job)
         self._end_loads()
         self.tiers.check()
+        self._listen()
+
+    def _listen(self) -> None:
+        """Who hears the events knows what is found."""
+        self.listener.hear(self.tiers.take_events())
+        found = set() if self.tiers._is_resetting else names_in_host(self.tiers, SIZE)
+        if set(self.listener.held[Medium.HOST]) != found:
+            raise Broken("told of host memory is what is found there")
 
     def _admit(self, request: TierRequest) -> None:
         num_external = self.tiers.num_tokens(request, 0)

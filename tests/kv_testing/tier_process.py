@@ -31,10 +31,10 @@ class Answer(NamedTuple):
 class TierProcess:
     """The test's handle of an engine."""
 
-    def __init__(self, model: Path, settings: dict[str, Any], policy: str) -> None:
+    def __init__(self, model: Path, settings: dict[str, Any], policy: str, event_port: int | None) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, str(model), settings, policy))
+        self._process = context.Process(target=_serve, args=(theirs, str(model), settings, policy, event_port))
         self._process.start()
         theirs.close()
         assert self._take(START_S) == "ready"
@@ -73,16 +73,18 @@ class TierProcess:
 
 
 @contextmanager
-def running_engine(model: Path, settings: dict[str, Any], policy: str = "fail") -> Iterator[TierProcess]:
-    """An engine of few blocks with these settings of the connector, and what it does about failed loads."""
-    engine = TierProcess(model, settings, policy)
+def running_engine(
+    model: Path, settings: dict[str, Any], policy: str = "fail", event_port: int | None = None
+) -> Iterator[TierProcess]:
+    """An engine of few blocks with these settings of the connector, what it does about failed loads, and its events."""
+    engine = TierProcess(model, settings, policy, event_port)
     try:
         yield engine
     finally:
         engine.close()
 
 
-def _serve(pipe: Connection, model: str, settings: dict[str, Any], policy: str) -> None:
+def _serve(pipe: Connection, model: str, settings: dict[str, Any], policy: str, event_port: int | None) -> None:
     os.environ |= {
         "HF_HUB_OFFLINE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -90,8 +92,11 @@ def _serve(pipe: Connection, model: str, settings: dict[str, Any], policy: str) 
         "VLLM_CPU_KVCACHE_SPACE": "1",
     }
     from vllm import LLM
-    from vllm.config import KVTransferConfig
+    from vllm.config import KVEventsConfig, KVTransferConfig
 
+    events = None
+    if event_port is not None:
+        events = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://*:{event_port}")
     engine = LLM(
         model=model,
         skip_tokenizer_init=True,
@@ -107,6 +112,7 @@ def _serve(pipe: Connection, model: str, settings: dict[str, Any], policy: str) 
             kv_load_failure_policy=policy,
             kv_connector_extra_config=settings,
         ),
+        kv_events_config=events,
     )
     pipe.send("ready")
     while (order := pipe.recv()) is not None:

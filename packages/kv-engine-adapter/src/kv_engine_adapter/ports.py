@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 from kv_core.ids import RequestId, TransferId
 from kv_core.keys import BlockKey, Scope
 from kv_engine_adapter.orders import Tables
+from kv_engine_adapter.tier_events import BlockName
 from kv_transfer.orders import Errand
 
 
@@ -99,6 +100,9 @@ class CachedRequest(Protocol):
 
     def scope(self) -> Scope | str:
         """Who may share its cache, or why nobody may."""
+
+    def block_names(self, tokens_per_block: int, hashes_per_block: int) -> Sequence[BlockName]:
+        """What the engine calls the whole blocks of its tokens, from the first on."""
 
     @property
     def arguments(self) -> Mapping[str, object] | None:

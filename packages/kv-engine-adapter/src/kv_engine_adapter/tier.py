@@ -14,7 +14,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from kv_core.ids import RequestId
@@ -26,6 +26,7 @@ from kv_engine_adapter.ports import CachedRequest
 from kv_engine_adapter.retain import hints_of
 from kv_engine_adapter.tier_costs import TierCosts
 from kv_engine_adapter.tier_disk import DiskTier, Question, Stage
+from kv_engine_adapter.tier_events import BlockName, TierEvent, TierEvents
 from kv_engine_adapter.tier_jobs import Jobs
 from kv_engine_adapter.tier_orders import JobId, LoadTokens, SaveBlocks, Tally, TierOrders, WriteToDisk
 from kv_engine_adapter.tier_slots import HostSlots, Kept
@@ -53,9 +54,10 @@ class PrefixTiers:
         self.costs = TierCosts(terms, clock)
         """Told by whoever sees the engine's steps and hears the ranks."""
         self._terms = terms
-        self._slots = HostSlots(terms, clock)
+        self._events = TierEvents(terms.tokens_per_block) if terms.hashes_per_block else None
+        self._slots = HostSlots(terms, clock, self._events)
         self._jobs = Jobs(terms.num_ranks)
-        self._disk = DiskTier(terms, self.costs, self._slots, self._jobs, self.counts, clock)
+        self._disk = DiskTier(terms, self.costs, self._slots, self._jobs, self.counts, clock, self._events)
         self._questions: dict[RequestId, Question] = {}
         self._wishes: dict[RequestId, RetentionConfig | None] = {}
         self._loading: dict[RequestId, tuple[int, ...]] = {}
@@ -145,7 +147,7 @@ class PrefixTiers:
             self.counts["held_already"] += 1
             self._slots.touch(tokens, scope, retention)
             return None
-        kept = self._slots.keep(tokens, scope, retention)
+        kept = self._slots.keep(tokens, scope, retention, self._names(request))
         if kept is None:
             self.counts["no_room"] += 1
             return None
@@ -200,6 +202,9 @@ class PrefixTiers:
         """
         self._is_resetting = True
         self._disk.disown(secrets.token_hex(16))
+        self._slots.silence()
+        if self._events is not None:
+            self._events.forget()
         for request_id in list(self._questions):
             self._drop(request_id)
         self.counts["resets"] += 1
@@ -209,6 +214,10 @@ class PrefixTiers:
         if not self._jobs:
             self._slots.restart()
             self._is_resetting = False
+
+    def take_events(self) -> list[TierEvent]:
+        """Which blocks came into the tiers and left them since the last call; none unless the terms ask for them."""
+        return [] if self._events is None else self._events.take()
 
     def gauges(self) -> dict[str, float]:
         """Host slots in use and jobs now, and what loading costs."""
@@ -245,7 +254,8 @@ class PrefixTiers:
         if isinstance(scope := request.scope(), str):
             return None
         tokens = request.all_tokens()[: request.num_tokens - 1]
-        question = Question(tokens, scope, self._retention(request), self._slots.find(tokens, scope))
+        found, names = self._slots.find(tokens, scope), self._names(request) if self._terms.has_disk else ()
+        question = Question(tokens, scope, self._retention(request), found, names)
         self._questions[request.request_id] = question
         return question
 
@@ -255,6 +265,11 @@ class PrefixTiers:
         if question is not None:
             question.stage = Stage.OVER
         return question
+
+    def _names(self, request: CachedRequest) -> Sequence[BlockName]:
+        """What the engine calls its blocks, if anybody wants to hear."""
+        terms = self._terms
+        return request.block_names(terms.tokens_per_block, terms.hashes_per_block) if terms.hashes_per_block else ()
 
     def _retention(self, request: CachedRequest) -> RetentionConfig | None:
         """What the request wishes; its bad hints are logged and counted once."""

@@ -18,6 +18,7 @@ from kv_core.retention import DEFAULT_PRIORITY, RetentionConfig
 from kv_core.spans import Span
 from kv_core.token_log import packed
 from kv_engine_adapter.tier_costs import TierCosts
+from kv_engine_adapter.tier_events import BlockName, TierEvents
 from kv_engine_adapter.tier_jobs import Jobs
 from kv_engine_adapter.tier_orders import FetchFromDisk, FindOnDisk, JobId, Prefix, Wish, WriteToDisk
 from kv_engine_adapter.tier_slots import Found, HostSlots, Kept, scope_within
@@ -43,6 +44,8 @@ class Question:
     scope: Scope
     retention: RetentionConfig | None
     found: Found
+    names: Sequence[BlockName] = ()
+    """Of its blocks, if anybody wants to hear of them."""
     stage: Stage = Stage.UNASKED
     job: JobId = NO_JOB
     deadline: float = 0.0
@@ -61,9 +64,11 @@ class DiskTier:
         jobs: Jobs,
         counts: Counter[str],
         clock: Callable[[], float],
+        events: TierEvents | None = None,
     ) -> None:
         self._terms = terms
         self._costs = costs
+        self._events = events
         self._slots = slots
         self._jobs = jobs
         self._counts = counts
@@ -116,7 +121,7 @@ class DiskTier:
             return None
         self._num_writing += len(kept.slots)
         self._slots.pin(kept)
-        job = self._jobs.new(partial(self._written, kept))
+        job = self._jobs.new(partial(self._written, kept, tokens, self._secret))
         wishes, prompt_end = self._wishes(retention, len(tokens)), min(num_prompt - 1, len(tokens))
         return WriteToDisk(job, self._prefix(tokens, scope), kept.slots, wishes, prompt_end)
 
@@ -126,11 +131,12 @@ class DiskTier:
         if question.stage is not Stage.FINDING:
             return
         question.stage = Stage.OVER
+        self._tell(question.tokens, question.names, num_tokens)
         question.found = found = self._slots.find(question.tokens, question.scope)
         if not self._costs.pays(num_tokens - found.num_tokens, from_disk=True):
             return
         tokens = question.tokens[: min(num_tokens, self._terms.capacity)]
-        kept = self._slots.keep(tokens, question.scope, question.retention)
+        kept = self._slots.keep(tokens, question.scope, question.retention, question.names)
         if kept is None:
             self._counts["no_room"] += 1
             return
@@ -151,11 +157,17 @@ class DiskTier:
             question.stage = Stage.OVER
             question.found = self._slots.find(question.tokens, question.scope)
 
-    def _written(self, kept: Kept, num_tokens: int) -> None:
+    def _written(self, kept: Kept, tokens: Sequence[int], secret: str, num_tokens: int) -> None:
         self._num_writing -= len(kept.slots)
+        if secret == self._secret:
+            self._tell(tokens, kept.names, num_tokens)
         self._counts["written_tokens"] += num_tokens
         self._counts["writes_failed"] += num_tokens < kept.num_tokens
         self._slots.release(kept)
+
+    def _tell(self, tokens: Sequence[int], names: Sequence[BlockName], num_tokens: int) -> None:
+        if self._events is not None:
+            self._events.on_disk(tokens, names, num_tokens)
 
     def _wishes(self, retention: RetentionConfig | None, num_tokens: int) -> tuple[Wish, ...]:
         size = self._terms.tokens_per_block

@@ -21,6 +21,7 @@ from kv_core.pins import Pin
 from kv_core.request import Request
 from kv_core.retention import RetentionConfig
 from kv_core.tiers import Place, Tier
+from kv_engine_adapter.tier_events import BlockName, TierEvents
 from kv_engine_adapter.tier_terms import TierTerms
 
 _LOOKUP: Final = RequestId("lookup")
@@ -39,20 +40,26 @@ class Found(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Slots for all blocks of `num_tokens` tokens; what was there already is shared with others."""
+    """Slots for all blocks of `num_tokens` tokens; what was there already is shared with others.
+
+    `names` are the engine's of its blocks, if anybody wants to hear of them.
+    """
 
     name: RequestId
     num_tokens: int
     slots: tuple[int, ...]
     run: int
+    names: Sequence[BlockName] = ()
 
 
 class HostSlots:
     """The slots of one engine."""
 
-    def __init__(self, terms: TierTerms, clock: Callable[[], float]) -> None:
+    def __init__(self, terms: TierTerms, clock: Callable[[], float], events: TierEvents | None = None) -> None:
         self._terms = terms
         self._clock = clock
+        self._events = events
+        self._is_told = events is not None
         self._names = count()
         self._run = 0
         self._num_losses = 0  # and restarts: what was found before one must be looked for again
@@ -77,14 +84,21 @@ class HostSlots:
         last = found.slots[-1:]
         return not last or self._manager.generation(self._window, BlockId(last[0])) == found.generation
 
-    def keep(self, tokens: Sequence[int], scope: Scope, retention: RetentionConfig | None) -> Kept | None:
+    def keep(
+        self,
+        tokens: Sequence[int],
+        scope: Scope,
+        retention: RetentionConfig | None,
+        names: Sequence[BlockName] = (),
+    ) -> Kept | None:
         """Hold slots for these tokens, those that have them already and others; `None` if too many are in use."""
         name = RequestId(f"kept {next(self._names)}")
         request = Request(name, tokens, scope_within(scope, len(tokens)), retention=retention)
         if self._manager.add(request) is None:
             return None
+        self._tell()
         self._kept[name] = None
-        return Kept(name, len(tokens), _slots(self._manager.block_ids(name, self._window)), self._run)
+        return Kept(name, len(tokens), _slots(self._manager.block_ids(name, self._window)), self._run, names)
 
     def touch(self, tokens: Sequence[int], scope: Scope, retention: RetentionConfig | None) -> None:
         """Make what is there of these tokens the latest used, with these wishes; but for the block of the last one."""
@@ -105,12 +119,14 @@ class HostSlots:
         """So many of its tokens are in its slots, and are found from now on; the slots stay held."""
         if self._is_held(kept) and num_filled:
             self._manager.publish(kept.name, num_filled, partial=True)
+            self._tell(kept.names)
 
     def release(self, kept: Kept, num_filled: int = 0) -> None:
         """Hold it no longer; so many of its tokens are found from now on, beside what was published before."""
         if self._is_held(kept):
             pin = self._kept.pop(kept.name)
             self._manager.release(kept.name, publish=num_filled > 0, num_filled=num_filled or None)
+            self._tell(kept.names)
             if pin is not None:
                 self._manager.unpin(pin)
                 self.lose(self._doomed.intersection(kept.slots))
@@ -130,10 +146,16 @@ class HostSlots:
         for name in self._manager.lost(lost):
             pin = self._kept.pop(name)
             assert pin is None, "law: a block that follows a pinned one is pinned, or is in no table with it"
+        self._tell()
+
+    def silence(self) -> None:
+        """Tell nobody of what is published from now on until a restart."""
+        self._is_told = False
 
     def restart(self) -> None:
         """Begin anew with empty slots; nobody may still write or read them."""
         self._run += 1
+        self._is_told = self._events is not None
         self._num_losses += 1
         self._kept.clear()
         self._doomed.clear()
@@ -142,6 +164,7 @@ class HostSlots:
     def refresh(self) -> None:
         """Let priorities fall back whose time is over."""
         self._manager.refresh()
+        self._tell()
 
     @property
     def num_held(self) -> int:
@@ -151,6 +174,15 @@ class HostSlots:
         """Prove all invariants; AssertionError names the broken law."""
         self._manager.check()
         assert self._kept or not self.num_held, "law: slots are held for what is kept"
+
+    def _tell(self, names: Sequence[BlockName] = ()) -> None:
+        """Pass on what the last call of the manager changed."""
+        if self._events is None:
+            return
+        self._manager.flush_events()
+        changed = self._manager.take_events()
+        if self._is_told:
+            self._events.host_changed(changed, names)
 
     def _is_held(self, kept: Kept) -> bool:
         return kept.run == self._run and kept.name in self._kept
@@ -162,6 +194,8 @@ class HostSlots:
             windows=(WindowConfig(self._window, self._terms.num_slots),),
             max_sequence_length=self._window,
             partial_reuse=False,
+            # More than one call can tell: of each slot that it is empty now, or filled, or wanted for longer.
+            event_buffer_size=0 if self._events is None else 4 * self._terms.num_slots + 64,
         )
         return KVCacheManager(config, clock_ms=lambda: int(1000 * self._clock()))
 

@@ -49,7 +49,8 @@ class TierTerms:
 
     `num_slots` host slots, each for a block of `tokens_per_block`; `bytes_per_token` of all ranks together;
     `max_tokens` of the longest request; a request waits at most `disk_wait_s` for the disk; a copy between device and
-    host begins within `copy_within_s` or has failed. Costs that are `measured` are guesses until then.
+    host begins within `copy_within_s` or has failed. Costs that are `measured` are guesses until then. The engine makes
+    `hashes_per_block` of each block (0: nobody wants to hear which blocks are in the tiers).
     """
 
     tokens_per_block: int
@@ -62,6 +63,7 @@ class TierTerms:
     has_disk: bool = False
     disk_wait_s: float = 2.0
     copy_within_s: float = 30.0
+    hashes_per_block: int = 0
 
     def __post_init__(self) -> None:
         if min(self.num_slots, self.tokens_per_block, self.bytes_per_token, self.num_ranks) < 1:

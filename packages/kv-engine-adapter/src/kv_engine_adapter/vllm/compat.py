@@ -11,23 +11,29 @@ __all__ = [
     "TELLS_WORKER_METADATA",
     "WORKER_METADATA",
     "TransferResults",
+    "extra_keys",
+    "hash_block_size",
+    "known_fields",
     "may_load",
     "num_in_flight",
     "peer_hit_source",
     "preempted",
+    "published_keys",
+    "tells_events",
     "vllm_version",
 ]
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as _base
 from vllm.v1.core.sched.output import SchedulerOutput
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.request import Request
 
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults as TransferResults
@@ -88,6 +94,41 @@ def num_in_flight(config: "VllmConfig") -> int:
     most: int | None = getattr(config, "max_concurrent_batches", None)
     # Before that name: one for each stage, and one that is scheduled ahead.
     return most or config.parallel_config.pipeline_parallel_size + 1
+
+
+def hash_block_size(config: "VllmConfig") -> int:
+    """Tokens of a hash of the prefix cache: a block's, or a part of that."""
+    cache = config.cache_config
+    return int(getattr(cache, "prefix_match_unit", None) or cache.block_size)
+
+
+def extra_keys(request: "Request", tokens_per_block: int) -> Iterator[tuple[object, ...] | None]:
+    """What enters the hashes of a request's blocks beside tokens, block by block."""
+    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+    at = 0
+    for start in range(0, request.num_tokens, tokens_per_block):
+        keys, at = generate_block_hash_extra_keys(request, start, start + tokens_per_block, at)
+        yield keys
+
+
+def published_keys(keys: list[tuple[object, ...] | None]) -> object:
+    """What of these is published in events: later versions take off the tags with which they are hashed."""
+    from vllm.v1.core import kv_cache_utils
+
+    convert = getattr(kv_cache_utils, "to_event_extra_keys", None)
+    return keys if convert is None else convert(keys)
+
+
+def known_fields(event: type, fields: Mapping[str, object]) -> dict[str, Any]:
+    """Those fields that an event of this version has."""
+    known: tuple[str, ...] = event.__struct_fields__  # type: ignore[attr-defined]
+    return {name: value for name, value in fields.items() if name in known}
+
+
+def tells_events(config: "VllmConfig") -> bool:
+    """Whether the engine publishes which blocks it holds."""
+    return bool(getattr(config.kv_events_config, "enable_kv_cache_events", False))
 
 
 def vllm_version() -> str:

@@ -4,7 +4,7 @@ Law: this class only delegates. What vLLM may call before any instance exists (c
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from kv_engine_adapter.vllm.window_blocks import WindowBlocks
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -164,6 +165,9 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
 
     def has_pending_block_frees(self) -> bool:
         return self._tiers is not None and self._tiers.has_pending_frees()
+
+    def take_events(self) -> "Iterable[KVCacheEvent]":
+        return () if self._tiers is None else self._tiers.take_events()
 
     def reset_cache(self) -> bool | None:
         if self._tiers is None:

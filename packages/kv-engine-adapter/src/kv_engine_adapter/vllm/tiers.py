@@ -20,10 +20,12 @@ from kv_engine_adapter.tier_terms import TierTerms
 from kv_engine_adapter.vllm import compat
 from kv_engine_adapter.vllm.device_leases import DeviceLeases
 from kv_engine_adapter.vllm.groups import ModelCaches
+from kv_engine_adapter.vllm.tier_events import published
 from kv_engine_adapter.vllm.translate import RequestView, parallel_layout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -90,6 +92,10 @@ class SchedulerTiers:
         """Told of every step, in order."""
         self.prefixes.costs.step_ended()
 
+    def take_events(self) -> "list[KVCacheEvent]":
+        """Which blocks came into the tiers and left them, for vLLM's publisher."""
+        return published(self.prefixes.take_events(), self._tokens_per_block)
+
     def has_pending_frees(self) -> bool:
         """Whether blocks will come free without anybody being preempted."""
         return len(self._leases) > 0
@@ -145,6 +151,7 @@ def tier_terms(config: "VllmConfig", tier: TierConfig, model: ModelCaches, eleme
         measured=tier.measured,
         has_disk=tier.tier_disk_dir is not None,
         disk_wait_s=tier.tier_disk_wait_s,
+        hashes_per_block=model.block_size // compat.hash_block_size(config) if compat.tells_events(config) else 0,
     )
 
 

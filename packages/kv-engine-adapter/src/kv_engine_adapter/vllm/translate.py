@@ -20,6 +20,8 @@ from kv_engine_adapter.fingerprint import model_fingerprint, read_config
 from kv_engine_adapter.handover import wants_load, wants_offer
 from kv_engine_adapter.orders import Tables
 from kv_engine_adapter.ports import ScheduledRequest
+from kv_engine_adapter.tier_events import BlockName
+from kv_engine_adapter.vllm import compat
 from kv_transfer.plan.cache_state import ParallelLayout
 from kv_transfer.plan.ranges import HOLE
 
@@ -96,6 +98,13 @@ class RequestView:
             # Why: two engines know an adapter by its name alone, and one name may stand for different weights.
             return f"it uses the LoRA adapter {self.request.lora_request.lora_name!r}"
         return _scope(self.request)
+
+    def block_names(self, tokens_per_block: int, hashes_per_block: int) -> Sequence[BlockName]:
+        request = self.request
+        hashes = request.block_hashes[hashes_per_block - 1 :: hashes_per_block]  # each covers all before it
+        if not (request.cache_salt or request.mm_features):
+            return [BlockName(each) for each in hashes]
+        return list(map(BlockName, hashes, compat.extra_keys(request, tokens_per_block)))
 
     def prompt_key(self) -> BlockKey | str:
         scope = self.scope()
