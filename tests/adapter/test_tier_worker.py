@@ -154,6 +154,23 @@ def test_what_comes_too_late_fails(sides, make):
     assert num_wrong(side.world, Span(0, NUM_TOKENS)) == 0
 
 
+def test_it_is_told_when_what_a_prompt_waits_for_is_over(sides):
+    side, told, go = sides(full_world(cut(), NUM_TOKENS)), threading.Semaphore(0), threading.Event()
+    worker = TierWorker(side.memory, lambda tables: go.wait(10) and tables, on_news=told.release)
+    try:
+        worker.run(TierOrders((save(side),)))
+        assert not worker.is_awaited, "nobody waits for a save"
+        worker.run(TierOrders((load(side),)))
+        assert worker.is_awaited
+        go.set()
+        assert all(told.acquire(timeout=10) for _ in range(2))
+        assert not worker.is_awaited
+        assert worker.poll().received == {"r"}
+    finally:
+        go.set()
+        worker.close()
+
+
 def test_a_broken_order_is_a_failure_and_the_thread_goes_on(sides, caplog):
     side = sides(full_world(cut(), NUM_TOKENS))
     assert side.obey(LoadTokens(JobId(4), RequestId("r"), Span(0, 64), SLOTS[:4], ((0,),), 60.0)) == [Answer(4, 0)]

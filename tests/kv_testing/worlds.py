@@ -58,10 +58,12 @@ def make_side(
     device: str | None = None,
     direct: Callable[[PagedCaches], DirectDoor | None] = lambda _: None,
     world: World | None = None,
+    on_news: Callable[[], None] = lambda: None,
 ) -> Side:
     """A running instance. `ports`: of the door, then of each rank; any free ones if empty.
 
     `direct` makes each rank's end of a direct path. `world`: its caches; else some in the first form of its order.
+    `on_news`: see `Transceiver`.
     """
     incarnation = Incarnation(f"{name}-{secrets.token_hex(4)}")
     form = FORMS[state.layout.order][0] if state.layout.is_plain else "split BHD"
@@ -86,6 +88,7 @@ def make_side(
                 agents[rank],
                 faults.get(rank) if isinstance(faults, Mapping) else faults,
                 direct(on_device.get(rank, world.caches[rank])),
+                on_news=on_news,
             )
             undo.callback(made.close)
             transceivers.append(made)

@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from kv_engine_adapter.config import FerryConfig
+from kv_engine_adapter.config import MAX_IDLE_WAIT_S, FerryConfig
 from kv_engine_adapter.tier_config import TierConfig
 from kv_transfer.config import RANGES, TransferConfig
 
@@ -34,6 +34,7 @@ SIDES = {
             "own_blocks",
             "in_place_run_bytes",
             "peers",
+            "idle_wait_s",
         ),
         "decode",
     ),
@@ -100,9 +101,10 @@ def _unit(key: str) -> str:
 def _range(key: str) -> str:
     if key in IN_CONNECTOR:
         return IN_CONNECTOR[key]
-    if key not in RANGES:
+    ranges = RANGES | {"idle_wait_s": (0, MAX_IDLE_WAIT_S)}
+    if key not in ranges:
         return ""
-    least, most = RANGES[key]
+    least, most = ranges[key]
     return f"{_number(least)} to {_number(most)}"
 
 

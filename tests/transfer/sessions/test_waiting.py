@@ -1,10 +1,12 @@
 """Asks that come before their offer, after its end, or never find it; and leases that end while they are read."""
 
+import threading
 import time
 from dataclasses import replace
 
 from kv_testing.waiting import wait_for
-from kv_testing.worlds import FAST, SOON_S, Switches, fresh_id, pair, state_of
+from kv_testing.worlds import FAST, SOON_S, Switches, fresh_id, make_side, pair, sides, state_of
+from kv_transfer.agent.loopback import LoopbackHub
 
 
 def test_an_early_ask_waits_for_its_offer():
@@ -133,3 +135,19 @@ def test_busy_senders_say_so():
         assert not d.outcome("d0", others=[p]).ok
         d.order(p, p.offer("p1"), "d2")
         assert d.outcome("d2", others=[p]).ok
+
+
+def test_news_of_an_order_comes_when_there_is_something_to_poll():
+    """Well or badly, once each; nothing else is told."""
+    hub, told = LoopbackHub(), threading.Semaphore(0)
+    p, d = make_side(hub, "p", state_of()), make_side(hub, "d", state_of(), on_news=told.release)
+    with sides(p, d):
+        transfer = p.offer()
+        for request_id, make in (("good", lambda: transfer), ("bad", fresh_id)):
+            d.order(p, make(), request_id)
+            if request_id == "bad":
+                d.abort("bad")
+            assert told.acquire(timeout=SOON_S)
+            (received,) = d.ranks[0].poll().received
+            assert (received.request_id, received.ok) == (request_id, request_id == "good")
+        assert not told.acquire(timeout=0.05)

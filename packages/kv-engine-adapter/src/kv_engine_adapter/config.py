@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -16,6 +17,11 @@ from kv_core.errors import CallerError
 from kv_engine_adapter.known_peers import LOOPBACK, KnownPeers
 from kv_engine_adapter.tier_config import TierConfig
 from kv_transfer.config import TransferConfig
+
+IDLE_WAIT_S: Final = 0.001
+"""As long as vLLM itself pauses after such a step."""
+MAX_IDLE_WAIT_S: Final = 0.1
+"""A new request may wait as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +37,13 @@ class FerryConfig:
     """Directory of fault orders for tests; never set it in production."""
     convert_elements: bool = False
     """Convert between the element types of two engines' caches, where the other one asks for it too."""
+    idle_wait_s: float = IDLE_WAIT_S
+    """How long a step that computes nothing waits for loads that are under way; 0: not at all."""
     tier: TierConfig = field(default_factory=TierConfig)
     """Host and disk tiers (see `tier_config`)."""
 
 
-_OWN = ("peers", "test_hooks_dir", "convert_elements")
+_OWN = ("peers", "test_hooks_dir", "convert_elements", "idle_wait_s")
 
 
 def ferry_config(extra: Mapping[str, object]) -> FerryConfig:
@@ -51,14 +59,19 @@ def ferry_config(extra: Mapping[str, object]) -> FerryConfig:
         entries = msgspec.convert(extra.get("peers", list(LOOPBACK)), list[str])
         hooks = msgspec.convert(extra.get("test_hooks_dir"), str | None)
         converts = msgspec.convert(extra.get("convert_elements", False), bool)
+        idle_wait_s = msgspec.convert(extra.get("idle_wait_s", IDLE_WAIT_S), float)
     except (msgspec.ValidationError, ValueError) as error:
         raise CallerError(f"kv_connector_extra_config: {error}") from error
     if transfer.own_blocks:
         raise CallerError(
             "kv_connector_extra_config: own_blocks=True, but the blocks are the engine's: only False is safe"
         )
+    if not 0 <= idle_wait_s <= MAX_IDLE_WAIT_S:
+        raise CallerError(
+            f"kv_connector_extra_config: idle_wait_s is out of range: got={idle_wait_s}, allowed=0..{MAX_IDLE_WAIT_S}"
+        )
     known = KnownPeers.of([*entries, transfer.call_host])
-    return FerryConfig(transfer, known, None if hooks is None else Path(hooks), converts, tier)
+    return FerryConfig(transfer, known, None if hooks is None else Path(hooks), converts, idle_wait_s, tier)
 
 
 def _keys_of(kind: type) -> set[str]:

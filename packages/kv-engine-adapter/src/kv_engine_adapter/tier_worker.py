@@ -29,6 +29,7 @@ from kv_engine_adapter.tier_orders import (
     FetchFromDisk,
     FindOnDisk,
     Job,
+    JobId,
     LoadTokens,
     Prefix,
     Rates,
@@ -51,6 +52,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DiskJob = FindOnDisk | FetchFromDisk | WriteToDisk
+
+AWAITED: Final = (LoadTokens, FindOnDisk, FetchFromDisk)
+"""Jobs for which a prompt waits."""
 
 _TURN: Final[Mapping[type[DiskJob], int]] = {FindOnDisk: 0, FetchFromDisk: 1, WriteToDisk: 2}
 """Prompts that wait go before what nobody waits for."""
@@ -79,6 +83,7 @@ class TierWorker:
         kernel_tables: Callable[[Tables], Tables],
         store: PrefixStore | None = None,
         *,
+        on_news: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         measured: Tables = (),
@@ -86,10 +91,12 @@ class TierWorker:
         """`kernel_tables` turns the scheduler's tables into those of the tensors. The store is closed with us.
 
         `measured` are tables of a block that nobody uses; with them both threads begin by measuring what copies cost.
+        `on_news` is called, by a thread of ours, when there is something to poll.
         """
         self._memory = memory
         self._kernel_tables = kernel_tables
         self._store = store
+        self._on_news = on_news
         self._clock = clock
         self._wall_clock = wall_clock
         self._host: queue.SimpleQueue[tuple[Job, torch.cuda.Event | None, float] | None] = queue.SimpleQueue()
@@ -97,6 +104,7 @@ class TierWorker:
         self._turns = count()
         self._lock = threading.Lock()
         self._answers: list[Answer] = []
+        self._awaited: set[JobId] = set()  # not answered, and a prompt waits for them
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._measured = measured
@@ -111,8 +119,15 @@ class TierWorker:
         """Begin with these orders, after what the calling thread has queued on the device so far."""
         if orders.jobs:
             fence, now = self._memory.fence(), self._clock()
+            with self._lock:
+                self._awaited |= {job.job for job in orders.jobs if isinstance(job, AWAITED)}
             for job in orders.jobs:
                 self._host.put((job, fence, now))
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a prompt waits for a job of ours."""
+        return bool(self._awaited)
 
     def poll(self) -> TierEnded:
         """What ended since the last call."""
@@ -181,10 +196,10 @@ class TierWorker:
         with self._lock:
             self._counts[f"{way}_bytes"] += self._memory.num_bytes(job.tokens) if ok else 0
             self._counts[f"{way}_seconds"] += took if ok else 0
-            self._answers.append(Answer(job.job, num_tokens))
             if isinstance(job, LoadTokens):
                 self._received.add(job.request_id)
                 self._failed |= set() if ok else {job.request_id}
+        self._answer(Answer(job.job, num_tokens))
         if isinstance(job, SaveBlocks) and job.write is not None:
             self._pass_on(job.write, since) if ok else self._answer(Answer(job.write.job, 0))
 
@@ -266,6 +281,8 @@ class TierWorker:
     def _answer(self, answer: Answer) -> None:
         with self._lock:
             self._answers.append(answer)
+            self._awaited.discard(answer.job)
+        self._on_news()
 
     def _thread(self, name: str, run: Callable[[], None]) -> threading.Thread:
         def begin() -> None:

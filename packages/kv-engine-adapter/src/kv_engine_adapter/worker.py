@@ -54,6 +54,11 @@ class FerryWorker:
     def card(self) -> RankCard:
         return self._transceiver.card
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether a load has not been reported."""
+        return bool(self._loading)
+
     def run_now(self, orders: StepOrders) -> None:
         """All of it at once."""
         self.hear(orders)

@@ -16,7 +16,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
@@ -90,11 +90,13 @@ class Transceiver:
         faults: Faults | None = None,
         direct: DirectDoor | None = None,
         ranges: Ranges | None = None,
+        on_news: Callable[[], None] = lambda: None,
     ) -> None:
         """Listens at once; a port in use raises CannotListen naming host, port and the settings.
 
         Raises ValueError if the caches are not those that `state` describes for this rank. Staging lies where the
         caches lie; chunks are at most as large as both arenas can hold. Once made, we close the agent with ourselves.
+        `on_news` is called when an order has ended, by a thread of ours: it returns at once.
         """
         caches.check(state, state.share_of(rank))
         device = caches.planes[0].device if caches.planes else torch.device("cpu")
@@ -134,7 +136,8 @@ class Transceiver:
         self._received: deque[Received] = deque()
         self._arrived: dict[RequestId, int] = {}
         copier = Copier(caches, state, rank, faults, ranges)
-        on_ends = self._sent.append, self._received.append, self._arrived.__setitem__
+        self._on_news = on_news
+        on_ends = self._sent.append, self._has_received, self._arrived.__setitem__
         self._core = Core(room, send, receive, copier, *on_ends)
         caches_in_doubt = shared.regions if shared else ()
         self._resident = Resident(self._core, self._reactor, self._mover, agent, (send, receive), caches_in_doubt)
@@ -231,6 +234,10 @@ class Transceiver:
         return Progress(
             (*sent, *more_sent), (*received, *more_received), tuple(_drained(self._reports)), self._news_of_arrivals()
         )
+
+    def _has_received(self, received: Received) -> None:
+        self._received.append(received)
+        self._on_news()
 
     def _news_of_arrivals(self) -> tuple[Arrived, ...]:
         """How far the orders that still run have come, if further than at the last poll."""

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kv_core.errors import CallerError
+from kv_engine_adapter.idle import IdleSteps, IdleWait
 from kv_engine_adapter.metrics import Report, merged
 from kv_engine_adapter.orders import StepOrders
 from kv_engine_adapter.tier_orders import Answer, TierOrders, slowest, tallied
@@ -50,6 +51,8 @@ class FerryMetadata(KVConnectorMetadata):
 
     orders: StepOrders
     tiers: TierOrders = field(default_factory=TierOrders)
+    may_wait: bool = False
+    """The step computes nothing, so its end may wait a moment for loads."""
 
 
 @dataclass
@@ -87,10 +90,12 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler_setup = setup.SchedulerSetup(vllm_config, kv_cache_config)
             self._windows = WindowBlocks(self._scheduler_setup.model)
+            self._idle = IdleSteps(is_alone=vllm_config.parallel_config.data_parallel_size == 1)
             terms = self._scheduler_setup.tier_terms
             self._tiers = None if terms is None else SchedulerTiers(terms)
         else:
             self._worker_setup = setup.WorkerSetup(vllm_config, kv_cache_config)
+            self._idle_wait = IdleWait(self._worker_setup.idle_wait_s)
 
     @property
     def _scheduling(self) -> "FerryScheduler":
@@ -144,9 +149,11 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
         if self._tiers is not None:
             self._tiers.step_began(scheduler_output)
             tiers = self._tiers.prefixes.take_orders()
-        return FerryMetadata(self._scheduling.take_orders(), tiers)
+        may_wait = self._idle.begins(computes=scheduler_output.total_num_scheduled_tokens > 0)
+        return FerryMetadata(self._scheduling.take_orders(), tiers, may_wait)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        self._idle.ends()
         failed = getattr(connector_output, "failed_recving", None) or ()
         failed_blocks = connector_output.invalid_block_ids or ()
         self._scheduling.loads_over(connector_output.finished_recving or (), failed, failed_blocks)
@@ -212,7 +219,7 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
     # -- worker side ---------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
-        self._worker, self._incarnation, self._tier_worker = self._worker_setup.start(kv_caches)
+        self._worker, self._incarnation, self._tier_worker = self._worker_setup.start(kv_caches, self._idle_wait.tell)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return None if self._worker is None else FerryHandshake(self._worker.card, self._incarnation, self._worker)
@@ -248,6 +255,7 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
         return done.sent or None, done.received or None
 
     def _poll(self) -> "Ended":
+        self._idle_wait.wait(is_worth=self._is_worth_waiting())
         done = self._working.poll()
         if self._tier_worker is not None:
             tiers = self._tier_worker.poll()
@@ -256,6 +264,12 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
             self._tier_answers += tiers.answers
             self._tier_rates = slowest(self._tier_rates, tiers.rates or NO_RATES)
         return done
+
+    def _is_worth_waiting(self) -> bool:
+        """Whether this step computes nothing, and a request waits for a load."""
+        metadata, tiers = self._connector_metadata, self._tier_worker
+        may_wait = isinstance(metadata, FerryMetadata) and metadata.may_wait
+        return may_wait and (self._working.is_loading or (tiers is not None and tiers.is_awaited))
 
     def build_connector_worker_meta(self) -> TierMetadata | None:
         answers, self._tier_answers = self._tier_answers, ()

@@ -12,7 +12,7 @@ Law: whatever this version of ours cannot carry is refused here, at start, with 
 import dataclasses
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -99,8 +99,14 @@ class WorkerSetup:
         self._ferry = ferry_config(_transfer_config(config).kv_connector_extra_config)
         self._tier_terms = tier_terms(config, self._ferry.tier, self._model, _element_bytes(kv_cache_config))
 
-    def start(self, kv_caches: Mapping[str, "torch.Tensor"]) -> "tuple[FerryWorker, Incarnation, TierWorker | None]":
-        """Open this rank's door over its caches; and its tiers, if there are to be any."""
+    @property
+    def idle_wait_s(self) -> float:
+        return self._ferry.idle_wait_s
+
+    def start(
+        self, kv_caches: Mapping[str, "torch.Tensor"], on_news: Callable[[], None]
+    ) -> "tuple[FerryWorker, Incarnation, TierWorker | None]":
+        """Open this rank's door over its caches; and its tiers, if there are to be any. `on_news`: a load has ended."""
         from kv_transfer.agent.nixl import NixlConfig, nixl_agent
         from kv_transfer.direct.cuda_ipc import cuda_door
         from kv_transfer.transceiver import Transceiver
@@ -121,8 +127,11 @@ class WorkerSetup:
             nixl_agent(NixlConfig(device=view.device)),
             None if hooks is None else OrderedFaults(hooks, state),
             cuda_door(view.caches),
+            on_news=on_news,
         )
-        tiers = None if self._tier_terms is None else tier_worker(self._ferry.tier, self._tier_terms, state, view)
+        tiers = (
+            None if self._tier_terms is None else tier_worker(self._ferry.tier, self._tier_terms, state, view, on_news)
+        )
         return FerryWorker(transceiver, view.kernel_tables, self._model.block_size), incarnation, tiers
 
     def _state(self, view: tensors.EngineCaches, parallel: ParallelLayout, codes: Codes | None) -> CacheState:

@@ -6,6 +6,7 @@ Law: what the tiers cannot keep is refused at start. Without `tier_host_bytes` n
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -155,8 +156,10 @@ def tier_terms(config: "VllmConfig", tier: TierConfig, model: ModelCaches, eleme
     )
 
 
-def tier_worker(tier: TierConfig, terms: TierTerms, state: "CacheState", view: "EngineCaches") -> "TierWorker":
-    """One rank's half, over its cache tensors."""
+def tier_worker(
+    tier: TierConfig, terms: TierTerms, state: "CacheState", view: "EngineCaches", on_news: Callable[[], None]
+) -> "TierWorker":
+    """One rank's half, over its cache tensors; `on_news`: a job has ended."""
     from kv_engine_adapter.tier_memory import HostMemory
     from kv_engine_adapter.tier_worker import TierWorker
     from kv_transfer.prefix_store.config import StoreConfig
@@ -174,4 +177,4 @@ def tier_worker(tier: TierConfig, terms: TierTerms, state: "CacheState", view: "
     )  # fmt: skip
     # vLLM's block 0 of every group holds nothing, ever.
     measured = tuple((0,) for _ in range(max(view.groups) + 1)) if tier.measured else ()
-    return TierWorker(memory, view.kernel_tables, store, measured=measured)
+    return TierWorker(memory, view.kernel_tables, store, on_news=on_news, measured=measured)
