@@ -46,8 +46,12 @@ def test_what_was_told_before_ends_the_wait_and_is_used_up():
     wait.tell()
     wait.wait(is_worth=True)
     ended = threading.Event()
-    thread = threading.Thread(target=lambda: (wait.wait(is_worth=True), ended.set()), daemon=True)
-    thread.start()
+
+    def step():
+        wait.wait(is_worth=True)
+        ended.set()
+
+    threading.Thread(target=step, daemon=True).start()
     assert not ended.wait(0.05), "news of the step before ended the wait"
     wait.tell()
     assert ended.wait(LONG_S / 2)

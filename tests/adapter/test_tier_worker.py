@@ -156,15 +156,21 @@ def test_what_comes_too_late_fails(sides, make):
 
 def test_it_is_told_when_what_a_prompt_waits_for_is_over(sides):
     side, told, go = sides(full_world(cut(), NUM_TOKENS)), threading.Semaphore(0), threading.Event()
-    worker = TierWorker(side.memory, lambda tables: go.wait(10) and tables, on_news=told.release)
+
+    def when_told(tables):
+        go.wait(10)
+        return tables
+
+    worker = TierWorker(side.memory, when_told, on_news=told.release)
     try:
         worker.run(TierOrders((save(side),)))
-        assert not worker.is_awaited, "nobody waits for a save"
+        awaited = [worker.is_awaited]
         worker.run(TierOrders((load(side),)))
-        assert worker.is_awaited
+        awaited.append(worker.is_awaited)
         go.set()
         assert all(told.acquire(timeout=10) for _ in range(2))
-        assert not worker.is_awaited
+        awaited.append(worker.is_awaited)
+        assert awaited == [False, True, False], "nobody waits for a save"
         assert worker.poll().received == {"r"}
     finally:
         go.set()

@@ -9,6 +9,7 @@ import torch
 from kv_core.errors import CallerError
 from kv_core.ids import Rank
 from kv_core.spans import Span
+from kv_engine_adapter.idle import IdleSteps
 from kv_engine_adapter.metrics import Report
 from kv_transfer.plan.cache_state import Share
 from kv_transfer.plan.ranges import HOLE
@@ -212,6 +213,7 @@ def test_what_other_connectors_load_and_lose_is_heard_by_early_offers():
 
     connector = object.__new__(FerryConnector)
     connector._scheduler, connector._windows, connector._tiers = Mock(), Mock(), None
+    connector._idle = IdleSteps(is_alone=True)
     early = connector._scheduler.early = Mock(__bool__=lambda self: False)
     output = SchedulerOutput.make_empty()
     for output.has_sync_kv_loads in (False, True):
@@ -219,6 +221,40 @@ def test_what_other_connectors_load_and_lose_is_heard_by_early_offers():
         early.stepped.assert_called_with((), (), may_load=output.has_sync_kv_loads)
     connector.update_connector_output(KVConnectorOutput(invalid_block_ids={5, 8}))
     early.blocks_lost.assert_called_once_with({5, 8})
+
+
+def test_a_step_that_computes_nothing_waits_for_loads_alone():
+    from unittest.mock import Mock
+
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+
+    from kv_engine_adapter.vllm.connector import FerryConnector
+    from kv_engine_adapter.vllm.tiers import NO_RATES
+
+    connector = object.__new__(FerryConnector)
+    connector._scheduler, connector._windows, connector._tiers = Mock(), Mock(), None
+    connector._scheduler.early = Mock(__bool__=lambda self: False)
+    connector._idle = IdleSteps(is_alone=True)
+    connector._worker, connector._tier_worker, connector._idle_wait = (worker := Mock()), None, (wait := Mock())
+    output, waits = SchedulerOutput.make_empty(), []
+
+    def step(num_tokens, *, is_loading):
+        output.total_num_scheduled_tokens, worker.is_loading = num_tokens, is_loading
+        connector._connector_metadata = connector.build_connector_meta(output)
+        connector._poll()
+        waits.append(wait.wait.call_args.kwargs["is_worth"])
+
+    step(0, is_loading=False)
+    step(0, is_loading=True)
+    step(7, is_loading=True)
+    step(0, is_loading=True)
+    connector.update_connector_output(KVConnectorOutput())
+    step(0, is_loading=True)
+    connector._tier_answers, connector._tier_rates = (), NO_RATES
+    connector._tier_worker = Mock(is_awaited=True, poll=Mock(return_value=Mock(answers=(), rates=None)))
+    step(0, is_loading=False)
+    assert waits == [False, True, False, False, True, True]
 
 
 def test_a_prompt_may_wait_longer_for_its_turn_than_a_lease_lasts():

@@ -8,11 +8,13 @@ Law: bytes are moved, never converted; nothing outside the selection is written.
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kv_kernels.launch import Route
 from kv_kernels.layout import ORIGIN, Corner, Selection, check_distinct, select, select_pair
+from kv_kernels.rows import row_pairs
 from kv_kernels.words import widened
 
 
@@ -25,6 +27,10 @@ def gather(
 
 def gather_selected(out: Tensor, planes: Sequence[Tensor], selection: Selection) -> None:
     """The same for arguments that are checked."""
+    if (pairs := row_pairs(out, planes, selection)) is not None:
+        for rows, places, ours in pairs:
+            np.take(rows, places, axis=0, out=ours, mode="clip")
+        return
     for cached, ids, dense in _pairs(out, planes, selection):
         torch.index_select(cached, 0, ids, out=dense)
 
@@ -66,6 +72,10 @@ def copy_selected(planes: Sequence[Tensor], source: Sequence[Tensor], written: S
 
 def scatter_selected(planes: Sequence[Tensor], src: Tensor, selection: Selection) -> None:
     """The same as `scatter` for arguments that are checked."""
+    if (pairs := row_pairs(src, planes, selection)) is not None:
+        for rows, places, ours in pairs:
+            rows[places] = ours
+        return
     for cached, ids, dense in _pairs(src, planes, selection):
         cached.index_copy_(0, ids, dense)
 

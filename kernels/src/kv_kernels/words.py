@@ -25,9 +25,7 @@ def widened(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Iterator[tuple[
 
     All of ours are equal but for their address, and so are all of theirs: what is decided once holds for every pair.
     """
-    steps = [*zip(ours[0].stride(), theirs[0].stride(), strict=True)]
-    order = [0, *sorted(range(1, ours[0].ndim), key=steps.__getitem__, reverse=True)]
-    sizes = _folded(ours[0].permute(order), theirs[0].permute(order))
+    order, sizes = _fold(ours[0], theirs[0])
 
     def folded(view: Tensor) -> Tensor:
         return view.permute(order).view(view.shape[0], *sizes)
@@ -36,6 +34,20 @@ def widened(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Iterator[tuple[
     for pair in zip(ours, theirs, strict=True):
         wide, moved = (folded(view).view(word) for view in pair)
         yield wide, moved
+
+
+def folded_alike(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
+    """A pair as [B, .., W] and [n, .., W], with as few axes as both allow."""
+    order, sizes = _fold(ours, theirs)
+    first, other = (view.permute(order).view(view.shape[0], *sizes) for view in (ours, theirs))
+    return first, other
+
+
+def _fold(ours: Tensor, theirs: Tensor) -> tuple[list[int], list[int]]:
+    """(the order of the axes, the sizes behind the first when they are in it and folded)."""
+    steps = [*zip(ours.stride(), theirs.stride(), strict=True)]
+    order = [0, *sorted(range(1, ours.ndim), key=steps.__getitem__, reverse=True)]
+    return order, _folded(ours.permute(order), theirs.permute(order))
 
 
 def _folded(ours: Tensor, theirs: Tensor) -> list[int]:
