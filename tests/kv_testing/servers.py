@@ -18,6 +18,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from environment.vllm_builds import environment_of
 
 from kv_engine_adapter.cli.engines import (
     MODEL_NAME,
@@ -67,6 +68,8 @@ class Role:
     extra_arguments: tuple[str, ...] = ()
     options: Mapping[str, object] = field(default_factory=dict)
     """Of our connector."""
+    vllm: str | None = None
+    """The version it runs; the installed one if None."""
 
 
 TOKENS_PER_STEP = 128
@@ -120,6 +123,12 @@ GROUP_ROLES: Mapping[str, Role] = {
 }
 """Engines of models with other cache groups: hybrid (H), under MultiConnector (M), with all tokens kept (N), windows
 alone (W), local chunks (C), latent attention (L), a cache of codes (K); XK1 has other scales; E convert."""
+OLDER = "0.27.0"
+"""The oldest vLLM that runs on the torch of the installed one."""
+OLDER_ROLES: Mapping[str, Role] = {
+    "OP1": Role("tiny", 1, ("0",), vllm=OLDER),
+    "OD1": Role("tiny", 1, ("1",), vllm=OLDER),
+}
 
 
 @dataclass(slots=True)
@@ -177,7 +186,7 @@ class Fleet:
         assert not gone, f"engines have ended (name: exit code): {gone}; logs in {self.folder}"
 
     def _config(self, name: str) -> EngineConfig:
-        role = {**ROLES, **TWINS, **GROUP_ROLES}[name]
+        role = {**ROLES, **TWINS, **GROUP_ROLES, **OLDER_ROLES}[name]
         return EngineConfig(
             name=name,
             model=self.models[role.model],
@@ -190,7 +199,7 @@ class Fleet:
             num_blocks=NUM_BLOCKS,
             max_prompt_tokens=MAX_PROMPT_TOKENS,
             extra_arguments=role.extra_arguments,
-            environment=TRANSPORTS[self.transport],
+            environment={**TRANSPORTS[self.transport], **environment_of(role.vllm)},
         )
 
 
