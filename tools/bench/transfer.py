@@ -20,7 +20,6 @@ import random
 import secrets
 import subprocess
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -181,55 +180,73 @@ def transceiver_of(name: str, config: Any, pool: Pool) -> Any:
     return Transceiver(config, name, name, 0, pool.shape.state(), pool.caches, nixl_agent())  # type: ignore[arg-type]
 
 
+PLAIN = "a descriptor a block"
+
+
+class Receiver:
+    """This process: its pool, a transceiver for each path, and NIXL itself beside them."""
+
+    def __init__(self, pipe: Connection, shape: Shape, paths: Paths) -> None:
+        self.pipe = pipe
+        self.pool = Pool(shape, seed=2)
+        self.plain = self.pool.plain("receiver")
+        self.ours = {
+            path: transceiver_of(path.replace(", ", "-").replace(" ", "-"), config_of(changes), self.pool)
+            for path, changes in paths.items()
+        }
+        self.address, card, self.source_blocks = pipe.recv()
+        self.plain.meet("sender", *card)
+
+    def take(self, way: str) -> float:
+        """Seconds until the pool holds what the sender has."""
+        self.pool.clear()
+        seconds = self._read() if way == PLAIN else self._receive(way)
+        self.pool.check()
+        return seconds
+
+    def close(self) -> None:
+        for transceiver in self.ours.values():
+            transceiver.close()
+        self.pipe.send(None)
+
+    def _receive(self, path: str) -> float:
+        from kv_core.spans import Span
+        from kv_transfer.orders import BlockTables, ReceiveOrder
+
+        transfer = secrets.token_hex(16)
+        self.pipe.send(transfer)
+        self.pipe.recv()
+        num_tokens = self.pool.shape.num_tokens
+        tables = BlockTables(num_tokens, (tuple(self.pool.blocks),))
+        order = ReceiveOrder(transfer, transfer, PROMPT, Span(0, num_tokens), tables, *self.address)  # type: ignore[arg-type]
+        began = time.perf_counter()
+        self.ours[path].receive(order)
+        while not (received := self.ours[path].poll().received):
+            time.sleep(0.0005)
+        seconds = time.perf_counter() - began
+        assert received[0].ok, received[0].reason
+        return seconds
+
+    def _read(self) -> float:
+        began = time.perf_counter()
+        self.plain.read(self.pool.blocks, self.source_blocks)
+        return time.perf_counter() - began
+
+
 def measure(shape: Shape, transport: str, repeats: int, paths: Paths) -> dict[str, list[float]]:
     """Seconds of each way, by repetition; this process is the receiver."""
-    from kv_core.spans import Span
-    from kv_transfer.orders import BlockTables, ReceiveOrder
-
     allow(transport)
     context = mp.get_context("spawn")
     pipe, theirs = context.Pipe()
     sender = context.Process(target=serve, args=(theirs, shape, transport), daemon=True)
     sender.start()
-    pool = Pool(shape, seed=2)
-    plain = pool.plain("receiver")
-    ours = {
-        path: transceiver_of(path.replace(", ", "-").replace(" ", "-"), config_of(changes), pool)
-        for path, changes in paths.items()
-    }
-    (host, port), card, source_blocks = pipe.recv()
-    plain.meet("sender", *card)
-
-    def receive(path: str) -> None:
-        transfer = secrets.token_hex(16)
-        pipe.send(transfer)
-        pipe.recv()
-        tables = BlockTables(shape.num_tokens, (tuple(pool.blocks),))
-        order = ReceiveOrder(transfer, transfer, PROMPT, Span(0, shape.num_tokens), tables, host, port)  # type: ignore[arg-type]
-        began = time.perf_counter()
-        ours[path].receive(order)
-        while not (received := ours[path].poll().received):
-            time.sleep(0.0005)
-        seconds[path].append(time.perf_counter() - began)
-        assert received[0].ok, received[0].reason
-
-    def read() -> None:
-        began = time.perf_counter()
-        plain.read(pool.blocks, source_blocks)
-        seconds["a descriptor a block"].append(time.perf_counter() - began)
-
-    ways: dict[str, Callable[[], None]] = {path: lambda path=path: receive(path) for path in paths}  # type: ignore[misc]
-    ways["a descriptor a block"] = read
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    receiver = Receiver(pipe, shape, paths)
+    seconds: dict[str, list[float]] = {way: [] for way in (*paths, PLAIN)}
     for repetition in range(repeats + 1):
         # Turns change, so that no way always follows the same other one. The first round connects, and is not counted.
-        for way in random.Random(repetition).sample(sorted(ways), len(ways)):
-            pool.clear()
-            ways[way]()
-            pool.check()
-    for transceiver in ours.values():
-        transceiver.close()
-    pipe.send(None)
+        for way in random.Random(repetition).sample(sorted(seconds), len(seconds)):
+            seconds[way].append(receiver.take(way))
+    receiver.close()
     sender.join(30)
     return {way: found[1:] for way, found in seconds.items()}
 
@@ -261,7 +278,7 @@ def main() -> None:
             seconds = pipe.recv()
             process.join()
             # Of each repetition by itself: neighbours in time share the noise of the machine.
-            plain = seconds["a descriptor a block"]
+            plain = seconds[PLAIN]
             for way in paths:
                 of_way = [theirs_s / ours_s for ours_s, theirs_s in zip(seconds[way], plain, strict=True)]
                 ratios.setdefault(way, {})[f"{transport} {kib} KiB"] = round(median(of_way), 2)
@@ -272,7 +289,7 @@ def main() -> None:
     keep(rows)
     for claim, way in (("blocks of an engine are staged", "staged"), ("the path that is chosen", "chosen")):
         speeds = {f"{row.transport} {row.kib} KiB": row.gbps for row in rows if row.path == way}
-        plain_speeds = {f"{row.transport} {row.kib} KiB": row.gbps for row in rows if row.path.startswith("a ")}
+        plain_speeds = {f"{row.transport} {row.kib} KiB": row.gbps for row in rows if row.path == PLAIN}
         line = {"claim": claim, "ours": speeds, "theirs": plain_speeds, "ratio": min(ratios[way].values())}
         print(json.dumps(line | {"ratios": ratios[way], "unit": "GB/s"}))
 
