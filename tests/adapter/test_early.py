@@ -148,7 +148,7 @@ def test_blocks_that_another_connector_could_not_load_end_it(door, terms):
     assert step(scheduler, 48, 1).abandoned == (), "nobody's"
     scheduler.early.blocks_lost({5, 7})
     orders = step(scheduler, 32, 16)
-    assert orders.abandoned == (AbandonOffer(P, "another connector could not load its blocks"),)
+    assert orders.abandoned == (AbandonOffer(P, "another connector could not load its blocks", True),)
     assert told(orders) == told(step(scheduler, 48, 22, ((2,),))) == [], "it is offered when it has finished"
     assert scheduler.finished(request, ((5, 8, 2),), complete=True)[0]
     assert [each.transfer_id for each in scheduler.take_orders().offers] == [CHOSEN]
@@ -172,13 +172,24 @@ def test_a_preempted_prompt_is_given_up_and_offered_when_it_has_finished(schedul
     request = prefill()
     begun(scheduler, request)
     orders = step(scheduler, preempted=[P, "somebody else"])
-    assert orders.abandoned == (AbandonOffer(P, "preempted"),)
+    assert orders.abandoned == (AbandonOffer(P, "preempted", True),)
     scheduler.early.announced(request)
     assert told(step(scheduler, 0, 70, ((9, 1, 3),))) == [], "it is not read again while it is computed"
     assert scheduler.finished(request, ((9, 1, 3),), complete=True)[0]
     (offer,) = scheduler.take_orders().offers
     assert (offer.transfer_id, offer.tables) == (CHOSEN, ((9, 1, 3),))
     assert (len(door.offers), door.restarted, door.withdrawn) == (1, [P], [])
+
+
+def test_a_preempted_prompt_that_is_aborted_after_all_ends_at_the_door(scheduler, door):
+    """Workers hear of it as of any settlement, and so do those who wait for it to come again."""
+    request = prefill()
+    begun(scheduler, request)
+    step(scheduler, preempted=[P])
+    assert scheduler.finished(request, (), complete=False) == (False, None)
+    assert (scheduler.take_orders().abandoned, door.withdrawn) == ((), [(P, "aborted")])
+    door.settled.append(Settled(CHOSEN, P, "aborted"))
+    assert [each.reason for each in scheduler.take_orders().settled] == ["aborted"]
 
 
 def test_a_preempted_prompt_whose_consumer_is_gone_is_not_offered(scheduler, door):
@@ -196,7 +207,7 @@ def test_progress_that_goes_back_ends_it(scheduler):
     begun(scheduler)
     step(scheduler, 32, 32, ((8,),))
     orders = step(scheduler, 0, 32)
-    assert orders.abandoned == (AbandonOffer(P, "computed again: told=32, computed now=0"),)
+    assert orders.abandoned == (AbandonOffer(P, "computed again: told=32, computed now=0", True),)
     assert told(step(scheduler, 32, 32)) == []
 
 

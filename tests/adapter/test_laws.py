@@ -111,7 +111,7 @@ def kept_back_and_not_offered(books: Books) -> None:
 
 
 def abandoned_and_offered(books: Books) -> None:
-    books.offering._abandoned.add(WHOLE)
+    books.offering._abandoned[WHOLE] = False
 
 
 def loaded_by_nobody(books: Books) -> None:
@@ -151,7 +151,7 @@ def test_nothing_is_broken_that_is_not_broken_by_hand():
     assert books.prompt.told == 4
     assert len(books.offering.growing) == 1
     books.check()
-    books.offering.abandon(GROWING, "preempted")
+    books.offering.abandon(GROWING, "preempted", comes_again=True)
     books.early.stepped((), [GROWING])
     books.twins.ends(WHOLE, KEY)
     books.check()

@@ -36,8 +36,8 @@ class FakeTransceiver:
     def complete(self, request_id):
         self.calls.append(("complete", request_id))
 
-    def abandon(self, *args):
-        self.calls.append(("abandon", args))
+    def abandon(self, *args, comes_again):
+        self.calls.append(("abandon", (*args, comes_again)))
 
     def settle(self, *args):
         self.calls.append(("settle", args))
@@ -176,8 +176,8 @@ def test_a_prompt_that_grows_is_offered_advanced_and_completed(worker, transceiv
 
 def test_a_prompt_that_was_given_up_is_offered_anew_when_it_has_finished(worker, transceiver):
     worker.hear(StepOrders(growing=(grown(0, ((1,),)),)))
-    worker.run_now(StepOrders(abandoned=(AbandonOffer(RequestId("p1"), "preempted"),)))
+    worker.run_now(StepOrders(abandoned=(AbandonOffer(RequestId("p1"), "preempted", True),)))
     worker.run_now(StepOrders(offers=(OpenOffer(RequestId("p1"), TRANSFER, KEY, 70, ((4, 5, 6),)),)))
-    assert transceiver.calls[1] == ("abandon", ("p1", "preempted"))
+    assert transceiver.calls[1] == ("abandon", ("p1", "preempted", True))
     name, offer = transceiver.calls[2]
     assert (name, offer.num_computed, offer.tables.by_group) == ("offer", None, ((8, 9, 10, 11, 12, 13),))

@@ -59,8 +59,9 @@ class BookedSender:
         if self.book.complete(request_id):
             self.sent.append(request_id)
 
-    def abandon(self, request_id: RequestId, reason: str) -> None:
-        self.book.abandon(request_id, reason, 0.0)
+    def abandon(self, request_id: RequestId, reason: str, *, comes_again: bool) -> None:
+        self.book.abandon(request_id, reason, 0.0, comes_again=comes_again)
+        self.book.check()
 
     def settle(self, transfer_id: TransferId, request_id: RequestId, reason: str) -> None:
         if self.book.settle(transfer_id, request_id, reason, 0.0):

@@ -321,6 +321,7 @@ class EarlyEngine:
             "offered": self.scheduler.gauges()["offers"],
             "growing": len(self.worker._growing),
             "offers": len(self.transceiver.sender.book),
+            "awaited": len(self.transceiver.sender.book._returning),
             "untold": len(self.transceiver.offering),
             "abandoned": len(self.transceiver.offering._abandoned),
             "settled": len(self.transceiver.offering._settled),

@@ -6,16 +6,20 @@ Law: blocks hold tags for what is computed and filler elsewhere, so whatever is 
      more blocks than are needed.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kv_core.ids import Rank, RequestId, TransferId
 from kv_core.spans import Span, ceil_div
 from kv_testing.tagged import fill
-from kv_testing.worlds import NUM_TOKENS, PROMPT, Side, fresh_id
+from kv_testing.worlds import FAST, NUM_TOKENS, PROMPT, Side, fresh_id, pair
+from kv_transfer.direct.in_process import InProcessHub
 from kv_transfer.orders import BlockTables, Offer
 
 USUAL: Final = RequestId("p0")
+SHORT: Final = replace(FAST, request_deadline_s=1.0)
+EVERY_PATH: Final = ("staged", "direct", "in place")
 
 
 @dataclass
@@ -62,11 +66,20 @@ class GrowingPrompt:
         self.give_up(reason)
         self.compute(0)
 
-    def give_up(self, reason: str = "preempted") -> None:
-        """Its blocks are left as they are: prompts of one group share theirs."""
-        self.side.door.withdraw_offer(self.request_id, reason)
+    def give_up(self, reason: str = "preempted", *, comes_again: bool = False) -> None:
+        """Its blocks are left as they are: prompts of one group share theirs. What comes again stays at the door."""
+        if not comes_again:
+            self.side.door.withdraw_offer(self.request_id, reason)
         for rank in self.ranks:
-            self.side.ranks[rank].abandon(self.request_id, reason)
+            self.side.ranks[rank].abandon(self.request_id, reason, comes_again=comes_again)
+
+    def come_again(self) -> None:
+        """Computed after all, and offered as any other."""
+        self.compute(self.num_tokens)
+        self.side.door.restart_lease(self.request_id)
+        for rank in self.ranks:
+            tables = self.tables(rank, self.num_tokens)
+            self.side.ranks[rank].offer(Offer(self.transfer_id, self.request_id, PROMPT, tables))
 
     def tables(self, rank: int, num_computed: int) -> BlockTables:
         """Of the rank's own blocks those that hold computed tokens."""
@@ -74,3 +87,23 @@ class GrowingPrompt:
         num_blocks = ceil_div(num_computed, world.state.tokens_per_block)
         own = sum(block < num_blocks for block in world.blocks_of(Rank(rank)))
         return BlockTables(self.num_tokens, tuple(table[:own] for table in world.tables(Rank(rank)).by_group))
+
+
+def world_of(path: str, prefill=None, decode=None, **settings):
+    """A pair whose transfers take this path."""
+    config = settings.pop("config", FAST)
+    if path == "in place":
+        config = replace(config, own_blocks=True, in_place_run_bytes=1)
+    direct: Callable = InProcessHub().door if path == "direct" else lambda _: None
+    return pair(prefill, decode, config=config, direct=direct, **settings)
+
+
+def steps(*sides) -> None:
+    for side in sides:
+        side.step()
+
+
+def arrived(d) -> int:
+    """How far the order has come, at its slowest rank."""
+    d.step()
+    return min((d.arrived.get((rank, "d0"), 0) for rank in range(len(d.ranks))), default=0)

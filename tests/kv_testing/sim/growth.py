@@ -1,7 +1,8 @@
 """Prompts that are computed while peers read them.
 
 In:  an instance, the tables of a request at each rank, dice.
-Out: what the engine says: opened, advanced, then complete or abandoned; now and then nothing for a long time.
+Out: what the engine says: opened, advanced, then complete or abandoned; now and then nothing for a long time. Who was
+     preempted is offered anew when all is computed, or aborted after all.
 Law: a rank says so in order, and only after the tokens are in their blocks. What is given up is poison at once, while
      the reactor hears of it a little later: as in a real process, whose threads take turns.
 """
@@ -17,6 +18,7 @@ from kv_testing.sim.places import NUM_TOKENS
 from kv_transfer.growth import GrowingBook
 from kv_transfer.orders import BlockTables, Offer, Tables
 
+PREEMPTED = "preempted"
 TO_REACTOR_S = 0.02
 """How long a call of the engine may wait for the reactor."""
 
@@ -52,12 +54,24 @@ class RankGrowth:
         self._rank.core.sender.complete(request_id)
 
     def abandon(self, request_id: RequestId, reason: str, dice: Random) -> None:
-        why = self._book.abandon(request_id, reason)
+        why, comes_again = self._book.abandon(request_id, reason), reason == PREEMPTED
         self._rank.copier.begin(self._full)
-        process, sender = self._rank.process, self._rank.core.sender
-        process.clockwork.after(
-            TO_REACTOR_S * dice.random(), lambda: process.do(lambda: sender.abandon(request_id, why))
-        )
+        sender = self._rank.core.sender
+        self._hand_in(TO_REACTOR_S * dice.random(), lambda: sender.abandon(request_id, why, comes_again=comes_again))
+
+    def come_again(self, offer_of: Callable[[BlockTables], Offer], is_open: Callable[[], bool]) -> None:
+        """All of it is computed; if it was settled meanwhile, it is offered to nobody."""
+
+        def hand_in() -> None:
+            if is_open():
+                self._rank.copier.fill(self._full, self._transfer)
+                self._rank.core.sender.offer(offer_of(self._full), None)
+
+        self._hand_in(TO_REACTOR_S, hand_in)
+
+    def _hand_in(self, after_s: float, run: Callable[[], None]) -> None:
+        process = self._rank.process
+        process.clockwork.after(after_s, partial(process.do, run))
 
     def _tables(self, num_computed: int) -> Tables:
         num_blocks = ceil_div(num_computed, self._size)
@@ -78,6 +92,7 @@ class Growth:
 
     def begin(self, transfer_id: TransferId, prompt_key: bytes, tables_at: Callable[[Rank], BlockTables]) -> None:
         """Open it everywhere, and plan what follows."""
+        self._offer_of = partial(Offer, transfer_id, self._request_id, prompt_key)
         size = self._instance.state.tokens_per_block
         for rank in self._instance.ranks:
             growth = RankGrowth(rank, tables_at(rank.card.rank), self._transfer, size)
@@ -103,9 +118,21 @@ class Growth:
             self._each(at, lambda growth: growth.complete(self._request_id))
             self._after(at, self._instance.restart_lease)
         else:
-            reason = dice.choice(("preempted", "aborted"))
+            reason = dice.choice((PREEMPTED, "aborted"))
             self._each(at, lambda growth: growth.abandon(self._request_id, reason, dice))
-            self._after(at, lambda request_id: self._door.resident.withdraw(request_id, reason))  # type: ignore[attr-defined]
+            # Dice of its own: the other schedules stay what they are.
+            again = Random(f"what comes again {at}")
+            if reason == PREEMPTED:
+                at += 0.05 + again.expovariate(2)
+            if reason == PREEMPTED and again.random() < 0.7:
+                self._each(at, lambda growth: growth.come_again(self._offer_of, self._is_open))
+                self._after(at, self._instance.restart_lease)
+            else:
+                self._after(at, lambda request_id: self._door.resident.withdraw(request_id, "aborted"))  # type: ignore[attr-defined]
+
+    def _is_open(self) -> bool:
+        """Whether the engine has not heard of its end."""
+        return self._door is self._instance.door and self._request_id in self._instance.unsettled
 
     def _each(self, at: float, call: Callable[[RankGrowth], None]) -> None:
         """At every rank, each with its own delay: what one rank hears it hears in order."""

@@ -93,7 +93,7 @@ class Instance:
         self.num_runs += 1
         self.incarnation = Incarnation(f"{self.name}-{self.num_runs}")
         self.settled: deque[Settled] = deque()
-        self._unsettled: set[RequestId] = set()
+        self.unsettled: set[RequestId] = set()
         self.door = self._process(0)
         self.porter = _Porter(
             self.config,
@@ -121,8 +121,8 @@ class Instance:
         """The door learns of an offer."""
         door, porter, ends = self.door, self.porter, self._ends()
         door.do(lambda: porter.open(transfer_id, request_id, prompt_key, *ends))
-        self._unsettled.add(request_id)
-        if len(self._unsettled) == 1:
+        self.unsettled.add(request_id)
+        if len(self.unsettled) == 1:
             self._collect(door)
 
     def restart_lease(self, request_id: RequestId) -> None:
@@ -150,9 +150,9 @@ class Instance:
             return
         while self.settled:
             settled = self.settled.popleft()
-            self._unsettled.discard(settled.request_id)
+            self.unsettled.discard(settled.request_id)
             self.on_settled(self, settled)
-        if self._unsettled:
+        if self.unsettled:
             self.network.clockwork.after(0.1, lambda: self._collect(door))
 
     def pass_on(self, settled: Settled) -> None:

@@ -3,6 +3,7 @@
 In:  a seed.
 Out: `run`, which plays the schedule and raises Violation if a law is broken; Played, what happened.
 Law, safety: each order has one outcome at each rank; what is reported as received is right, each element moved once.
+Law: nobody is told that a prompt is gone which comes again.
 Law, liveness: each order is reported by its deadline or, where its process stood still, soon after it goes on; once all
      have gone on or died nothing is open and no timer but the clockwork's own is left; then a request between any
      two instances succeeds.
@@ -218,6 +219,7 @@ class World:
         rank = instance.ranks[number]
         latest = max(request.ordered[number] + DEADLINE_S, rank.process.resumed_at) + SLACK_S
         check(self.clockwork.now <= latest, "an order outlives its deadline:", request.request_id, number)
+        check("is gone: preempted" not in received.reason, "what comes again is told to be gone:", received)
         tables = request.tables(instance, number)
         if received.ok:
             rank.copier.check_loaded(tables, request.tokens, request.number, why=f"{request.request_id} rank {number}")

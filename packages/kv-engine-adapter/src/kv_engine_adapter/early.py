@@ -156,11 +156,11 @@ class EarlyOffers:
         order = request_id, early.transfer_id, early.prompt_key, early.num_tokens, early.told, tables
         self._growing.append(GrowOffer(*order))
 
-    def _give_up(self, request_id: RequestId, reason: str) -> None:
+    def _give_up(self, request_id: RequestId, reason: str, *, comes_again: bool = True) -> None:
         early = self._early.get(request_id)
         if early is not None and not early.is_given_up:
             early.is_given_up = True
-            self._abandoned.append(AbandonOffer(request_id, reason))
+            self._abandoned.append(AbandonOffer(request_id, reason, comes_again=comes_again))
 
     def reason_of(self, request_id: RequestId, reason: str) -> str:
         """Why an offer serves nobody from now on: one that has waited too long says for what."""
@@ -206,7 +206,7 @@ class EarlyOffers:
 
     def aborted(self, request_id: RequestId) -> None:
         """The request ended without its prompt, or will not be offered."""
-        self._give_up(request_id, "aborted")
+        self._give_up(request_id, "aborted", comes_again=False)
         early = self._early.pop(request_id, None)
         if early is not None and not early.is_settled:
             self._ended.add(request_id)

@@ -42,10 +42,14 @@ class GrowOffer:
 
 @dataclass(frozen=True, slots=True)
 class AbandonOffer:
-    """The blocks of a growing offer are taken back: heard before the step that may use them for something else."""
+    """The blocks of a growing offer are taken back: heard before the step that may use them for something else.
+
+    If it `comes_again` the request lives, and is offered anew when it has finished, or settled.
+    """
 
     request_id: RequestId
     reason: str
+    comes_again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

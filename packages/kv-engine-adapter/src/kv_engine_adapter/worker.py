@@ -78,7 +78,7 @@ class FerryWorker:
                 self._offer(each, each.num_computed)
         for end in orders.abandoned:
             self._growing.remove(end.request_id)
-            self._transceiver.abandon(end.request_id, end.reason)
+            self._transceiver.abandon(end.request_id, end.reason, comes_again=end.comes_again)
 
     def run(self, orders: StepOrders) -> None:
         """Start what else the scheduler side ordered; an offer opens before it settles."""

@@ -34,8 +34,8 @@ class Offering:
         self._offered: dict[RequestId, TransferId] = {}
         self._settled: set[RequestId] = set()
         self._unopened: set[RequestId] = set()
-        self._abandoned: set[RequestId] = set()
-        """Whose settlements have not come yet, and mean nothing any more."""
+        self._abandoned: dict[RequestId, bool] = {}
+        """Whose settlements have not come yet; they mean something only if it comes again, to those who wait for it."""
 
     def __len__(self) -> int:
         """Offers that the engine was not told the end of."""
@@ -54,7 +54,7 @@ class Offering:
     def open(self, offer: Offer, *, is_troubled: bool) -> None:
         """See `Transceiver.offer`."""
         self._offered[offer.request_id] = offer.transfer_id
-        self._abandoned.discard(offer.request_id)
+        self._abandoned.pop(offer.request_id, None)
         standing = self.growing.open(offer)
         if is_troubled:
             self._unopened.add(offer.request_id)
@@ -77,20 +77,21 @@ class Offering:
         elif request_id in self._settled:
             self._end(request_id)
 
-    def abandon(self, request_id: RequestId, reason: str) -> None:
+    def abandon(self, request_id: RequestId, reason: str, *, comes_again: bool) -> None:
         """See `Transceiver.abandon`."""
         why = self.growing.abandon(request_id, reason)
-        if request_id not in self._settled:
-            self._abandoned.add(request_id)
         is_unopened = request_id in self._unopened
+        if request_id not in self._settled:
+            self._abandoned[request_id] = comes_again and not is_unopened
         self.forget(request_id)
         if not is_unopened:
-            self._post(lambda: self._sender.abandon(request_id, why))
+            self._post(lambda: self._sender.abandon(request_id, why, comes_again=comes_again))
 
     def settle(self, transfer_id: TransferId, request_id: RequestId, reason: str) -> None:
         """See `Transceiver.settle`."""
-        if request_id in self._abandoned:
-            self._abandoned.discard(request_id)
+        if (is_awaited := self._abandoned.pop(request_id, None)) is not None:
+            if is_awaited:
+                self._post(lambda: self._sender.settle(transfer_id, request_id, reason))
             return
         self._settled.add(request_id)
         if request_id not in self._unopened:
@@ -111,7 +112,8 @@ class Offering:
         assert len(self.growing) == sum(each in self.growing for each in offered), "law: what grows is offered"
         assert self._settled <= offered, f"law: what is settled is still offered: {self._settled - offered}"
         assert self._unopened <= offered, f"law: what was kept from the sender is offered: {self._unopened - offered}"
-        assert self._abandoned.isdisjoint(offered), f"law: what was abandoned is over: {self._abandoned & offered}"
+        both = self._abandoned.keys() & offered
+        assert not both, f"law: what was abandoned is over: {both}"
 
     def _end(self, request_id: RequestId) -> None:
         """Sent, although it never reached the sender."""

@@ -4,7 +4,8 @@ In:  offers, settlements by the instance door, readers that begin and end.
 Out: which offer serves an ask; which requests are over.
 Law: a request is over once, and only after it is settled and its last reader has ended: blocks are never freed under
      a reader, and settling never cuts one off. A settled offer takes no new reader. A growing offer is not over before
-     it is complete; abandoned, it serves nobody, and is forgotten at once: its blocks are its engine's again.
+     it is complete; abandoned, it serves nobody, and is forgotten at once: its blocks are its engine's again. If it
+     comes again its askers may wait for it, until it is settled.
 
 No I/O and no clock; of one thread. A pair is (transfer id, prompt key).
 """
@@ -46,6 +47,8 @@ class OfferBook:
         self._by_request: dict[RequestId, HeldOffer] = {}
         self._by_pair: dict[Pair, list[HeldOffer]] = {}
         self._gone: Tombstones[Pair, str] = Tombstones(remember_s)
+        self._returning: dict[RequestId, Pair] = {}
+        """Abandoned, and to be offered anew or settled."""
         self._early: Tombstones[tuple[TransferId, RequestId], str] = Tombstones(remember_s)
 
     def __len__(self) -> int:
@@ -68,6 +71,7 @@ class OfferBook:
             raise CallerError(f"the request is offered already: request={offer.request_id}")
         is_growing = offer.num_computed is not None
         computed = offer.num_tokens if offer.num_computed is None else offer.num_computed
+        self._returning.pop(offer.request_id, None)
         growth = HeldGrowth(offer.tables, [Step(computed, filled)], is_growing, standing or Standing())
         held = HeldOffer(offer, growth)
         reason = self._early.word((offer.transfer_id, offer.request_id))
@@ -94,16 +98,21 @@ class OfferBook:
         held.growth.is_growing = False
         return self._is_over(held)
 
-    def abandon(self, request_id: RequestId, reason: str, now: float) -> HeldOffer | None:
+    def abandon(self, request_id: RequestId, reason: str, now: float, *, comes_again: bool = False) -> HeldOffer | None:
         """A growing offer ends without its prompt; None if it is not known any more."""
         held = self._by_request.pop(request_id, None)
         if held is not None and not held.is_settled:
             held.is_settled = True
+            if comes_again:
+                self._returning[request_id] = held.pair
             self._unlist(held, reason, now)
         return held
 
     def settle(self, transfer_id: TransferId, request_id: RequestId, reason: str, now: float) -> bool:
         """No new reader from now on; True if the request is over with that."""
+        if self._is_awaited(transfer_id, request_id):
+            self._gone.bury(self._returning.pop(request_id), reason, now)
+            return False
         held = self._by_request.get(request_id)
         if held is None or held.offer.transfer_id != transfer_id:
             self._early.bury((transfer_id, request_id), reason, now)
@@ -125,8 +134,8 @@ class OfferBook:
         return furthest or max(offers, key=lambda held: held.offer.num_tokens, default=None)
 
     def why_gone(self, pair: Pair) -> str | None:
-        """How the last offer of this pair ended; None if there never was one, or there is one now."""
-        return None if pair in self._by_pair else self._gone.word(pair)
+        """How the last offer of this pair ended; None if there never was one, or there is one now or soon."""
+        return None if pair in self._by_pair or pair in self._returning.values() else self._gone.word(pair)
 
     def hold(self, held: HeldOffer) -> None:
         """One more reader."""
@@ -147,6 +156,7 @@ class OfferBook:
         """Settles whatever is left, and abandons what grows; answers which requests are over with that."""
         for request_id in [request_id for request_id, held in self._by_request.items() if held.growth.is_growing]:
             self.abandon(request_id, reason, now)
+        self._returning.clear()
         ends = [(held.offer.transfer_id, request_id) for request_id, held in self._by_request.items()]
         return [request_id for transfer_id, request_id in ends if self.settle(transfer_id, request_id, reason, now)]
 
@@ -155,6 +165,7 @@ class OfferBook:
         listed = [held for offers in self._by_pair.values() for held in offers]
         serving = [held for held in self._by_request.values() if not held.is_settled]
         assert sorted(map(id, listed)) == sorted(map(id, serving)), "law: an offer is listed exactly while it serves"
+        assert not self._returning.keys() & self._by_request.keys(), "law: what is awaited is not there"
         waiting = [held.num_readers or held.growth.is_growing for held in self._by_request.values() if held.is_settled]
         assert all(waiting), "law: over is gone"
 
@@ -165,6 +176,10 @@ class OfferBook:
         if not offers:
             del self._by_pair[held.pair]
             self._gone.bury(held.pair, reason, now)
+
+    def _is_awaited(self, transfer_id: TransferId, request_id: RequestId) -> bool:
+        pair = self._returning.get(request_id)
+        return pair is not None and pair[0] == transfer_id
 
     def _is_over(self, held: HeldOffer) -> bool:
         # One that was abandoned never stopped growing.

@@ -105,9 +105,12 @@ class Sender:
         if self.offers.complete(request_id):
             self._on_sent(request_id)
 
-    def abandon(self, request_id: RequestId, reason: str) -> None:
-        """A growing offer ends without its prompt, and with it whoever is served from it and finds no equal one."""
-        held = self.offers.abandon(request_id, reason, self._room.timers.clock())
+    def abandon(self, request_id: RequestId, reason: str, *, comes_again: bool = False) -> None:
+        """A growing offer ends without its prompt, and with it whoever is served from it and finds no equal one.
+
+        Who asks from now on may wait if it comes again.
+        """
+        held = self.offers.abandon(request_id, reason, self._room.timers.clock(), comes_again=comes_again)
         if held is not None:
             for session in self._serving(held):
                 if is_handed_on(session, self.offers, self._room):

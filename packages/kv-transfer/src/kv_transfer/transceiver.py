@@ -185,14 +185,15 @@ class Transceiver:
         """
         self._offering.complete(request_id)
 
-    def abandon(self, request_id: RequestId, reason: str) -> None:
+    def abandon(self, request_id: RequestId, reason: str, *, comes_again: bool = False) -> None:
         """A growing offer ends without its prompt: it was preempted, or aborted. It is not reported as sent.
 
         Called before the engine uses the blocks for anything else: what is read from now on is not believed, and who is
         served from the offer fails for this reason. The request may be offered anew; a settlement of this offer that
-        comes before that means nothing.
+        comes before that means nothing. With `comes_again` whoever asks meanwhile waits for that, until its deadline
+        or until that settlement; without, it is told the reason.
         """
-        self._offering.abandon(request_id, reason)
+        self._offering.abandon(request_id, reason, comes_again=comes_again)
 
     def settle(self, transfer_id: TransferId, request_id: RequestId, reason: str) -> None:
         """Serves no new reader from this offer; `poll` reports the request as sent once the present readers are done.
