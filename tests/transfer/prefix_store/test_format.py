@@ -73,7 +73,7 @@ def cells(box):
 
 @given(boxes, st.lists(boxes, max_size=6))
 def test_a_cover_takes_each_part_once_from_a_box_that_has_it(wanted, held):
-    found = cover(wanted, held)
+    found = cover((wanted,), held)
     assert (found is not None) == (cells(wanted) <= set().union(*map(cells, held)))
     if found is not None:
         taken = [cell for parts in found.values() for part in parts for cell in cells(part)]

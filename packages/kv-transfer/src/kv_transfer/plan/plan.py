@@ -170,6 +170,12 @@ def seen_by_next(tokens: Span, window: int, *, chunked: bool = False) -> Span:
     return Span(min(max(tokens.start, first), tokens.stop), tokens.stop)
 
 
+def kept_for_next(tokens: Span, window: int, state: CacheState) -> Span:
+    """What the token after them sees, by whole blocks of our scheduler: they become prefixes that others share."""
+    first, block = seen_by_next(tokens, window, chunked=state.chunked).start, state.tokens_per_allocation
+    return Span(max(tokens.start, first // block * block), tokens.stop)
+
+
 def _pieces(
     ours: CacheState, share: Share, peer: CacheState, tokens: Span, spread: int, group: int, length: int
 ) -> Iterator[tuple[Rank, Piece]]:
@@ -182,15 +188,9 @@ def _pieces(
             continue
         for target in target_ranks(share, peer.parallel, spread, group=group, context_rank=context_rank):
             for layers, window in _layers_by_window(target.layers, ours):
-                seen = _taken(tokens, window, ours)
+                seen = kept_for_next(tokens, window, ours)
                 for part in (part for run in runs if (part := run & seen)):
                     yield target.rank, Piece(layers, target.heads, None if part == tokens else part)
-
-
-def _taken(tokens: Span, window: int, ours: CacheState) -> Span:
-    """What the token after them sees, by whole blocks of our scheduler: they become prefixes that others share."""
-    first, block = seen_by_next(tokens, window, chunked=ours.chunked).start, ours.tokens_per_allocation
-    return Span(max(tokens.start, first // block * block), tokens.stop)
 
 
 def _layers_by_window(layers: Span, state: CacheState) -> Iterator[tuple[Span, int]]:

@@ -42,11 +42,15 @@ class Box:
         yield from (box for box in rest if box)
 
 
-def cover(wanted: Box, held: Iterable[Box]) -> dict[Box, tuple[Box, ...]] | None:
-    """For each held box that is needed, what to take from it; None if the wanted box is not held as a whole."""
-    missing, found = [wanted], {}
+Boxes = tuple[Box, ...]
+"""Some that do not overlap."""
+
+
+def cover(wanted: Boxes, held: Iterable[Box]) -> dict[Box, tuple[Box, ...]] | None:
+    """For each held box that is needed, what to take from it; None if the wanted boxes are not held as a whole."""
+    missing, found = [*wanted], {}
     # Why by size: few large files are read rather than many small ones.
-    for box in sorted(held, key=lambda box: (-len(box & wanted), len(box), box)):
+    for box in sorted(held, key=lambda box: (-sum(len(box & part) for part in wanted), len(box), box)):
         taken = tuple(common for part in missing if (common := part & box))
         if taken:
             found[box] = taken

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 from kv_core.keys import BlockKey
-from kv_transfer.prefix_store.boxes import Box, cover
+from kv_transfer.prefix_store.boxes import Boxes, cover
 from kv_transfer.prefix_store.names import RecordName, key_folder, records_in, scan
 
 
@@ -33,16 +33,16 @@ class Index:
     def __len__(self) -> int:
         return len(self._names)
 
-    def names_of(self, key: BlockKey, box: Box) -> tuple[RecordName, ...]:
-        """Files of the key that hold the box; nothing if there are none. OSError if that cannot be seen."""
+    def names_of(self, key: BlockKey, boxes: Boxes) -> tuple[RecordName, ...]:
+        """Files of the key that hold the boxes; nothing if there are none. OSError if that cannot be seen."""
         with self._lock:
             names = self._names.get(key, ())
             if names:
                 self._names.move_to_end(key)
-        if not covers(names, box):
+        if not covers(names, boxes):
             names = tuple(records_in(self._namespace / key_folder(key)))
             self._remember(key, names)
-        return names if covers(names, box) else ()
+        return names if covers(names, boxes) else ()
 
     def forget(self, key: BlockKey) -> None:
         """Look again when the key is asked for."""
@@ -57,6 +57,6 @@ class Index:
                 self._names.popitem(last=False)
 
 
-def covers(names: tuple[RecordName, ...], box: Box) -> bool:
-    """Whether these files together hold the box."""
-    return cover(box, (name.box for name in names)) is not None
+def covers(names: tuple[RecordName, ...], boxes: Boxes) -> bool:
+    """Whether these files together hold the boxes."""
+    return cover(boxes, (name.box for name in names)) is not None

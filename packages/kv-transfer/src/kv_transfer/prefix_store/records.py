@@ -9,6 +9,7 @@ Legend: L layers, C planes of a layer, T tokens, H heads, D head size.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 import msgspec
 import torch
@@ -54,13 +55,14 @@ class Records:
     ) -> None:
         """Fill our blocks with a part of what a file holds: `payload` has the box `held` of all tokens `record`.
 
-        Of layers whose window has left blocks behind, the tokens after the last hole.
+        Of layers whose table has holes, the tokens beside them.
         """
         for layers, group in caches.by_group(part.layers):
-            box, seen = Box(layers, part.heads), after_holes(tables[group], tokens, caches.tokens_per_block)
-            dense = self._cut(payload, held, record, box, seen).to(caches.planes[0].device)
-            for chunk, blocks, source in self._chunks(box, seen, caches, tables, dense):
-                self._formatter.concat(chunk, caches, blocks, source)
+            box = Box(layers, part.heads)
+            for run in beside_holes(tables[group], tokens, caches.tokens_per_block):
+                dense = self._cut(payload, held, record, box, run).to(caches.planes[0].device)
+                for chunk, blocks, source in self._chunks(box, run, caches, tables, dense):
+                    self._formatter.concat(chunk, caches, blocks, source)
 
     def _cut(self, payload: Tensor, held: Box, record: Span, part: Box, tokens: Span) -> Tensor:
         rows = payload.view(len(held.layers), self._num_planes, len(record), len(held.heads), self._row_bytes)
@@ -83,13 +85,12 @@ class Records:
         return len(box) * self._num_planes * len(tokens) * self._row_bytes
 
 
-def after_holes(table: Sequence[BlockId], tokens: Span, tokens_per_block: int) -> Span:
-    """The last of these tokens, up to where the table has a hole."""
-    blocks = tokens.blocks(tokens_per_block)
-    first = next(
-        (block + 1 for block in reversed(range(blocks.start, blocks.stop)) if table[block] == HOLE), blocks.start
-    )
-    return Span(min(tokens.stop, max(tokens.start, first * tokens_per_block)), tokens.stop)
+def beside_holes(table: Sequence[BlockId], tokens: Span, tokens_per_block: int) -> Iterator[Span]:
+    """Those of these tokens for which the table has blocks, run by run."""
+    for is_hole, run in groupby(tokens.blocks(tokens_per_block), key=lambda block: table[block] == HOLE):
+        if not is_hole:
+            found = list(run)
+            yield tokens & Span(found[0] * tokens_per_block, (found[-1] + 1) * tokens_per_block)
 
 
 def _within(inner: Span, outer: Span) -> slice:

@@ -13,6 +13,7 @@ Law: what is read is what was written for that prompt, or is not reported as rea
     store.write(chain, Span(0, len(tokens)), caches, tables)
 """
 
+import dataclasses
 import logging
 import os
 import time
@@ -28,18 +29,19 @@ from kv_core.retention import DEFAULT_PRIORITY, MAX_PRIORITY, MIN_PRIORITY
 from kv_core.spans import Span
 from kv_transfer.file_mover import FileMover, PlainFiles
 from kv_transfer.plan.cache_state import CacheState
-from kv_transfer.plan.ranges import HOLE
 from kv_transfer.pools import PagedCaches, dtype_name
-from kv_transfer.prefix_store.boxes import Box, cover
+from kv_transfer.prefix_store.boxes import Box, Boxes, cover
 from kv_transfer.prefix_store.chain import PrefixChain
 from kv_transfer.prefix_store.config import StoreConfig
 from kv_transfer.prefix_store.header import Header
 from kv_transfer.prefix_store.holdings import Holdings
 from kv_transfer.prefix_store.index import covers
+from kv_transfer.prefix_store.lookups import Lookup
 from kv_transfer.prefix_store.misses import DAMAGE, Counts, Miss, Missed, why_of
 from kv_transfer.prefix_store.names import Namespace, RecordName
 from kv_transfer.prefix_store.record_files import RecordFiles
 from kv_transfer.prefix_store.records import Records, Tables
+from kv_transfer.prefix_store.windowed import filled_boxes, wanted_boxes
 
 logger = logging.getLogger(__name__)
 
@@ -103,21 +105,21 @@ class PrefixStore:
         return PrefixChain(tokens, scope, self._tokens_per_record)
 
     def lookup(self, chain: PrefixChain, box: Box | None = None) -> int:
-        """How many of the prompt's first tokens are held, for all layers and heads or for those of a rank."""
+        """How many of the prompt's first tokens are held, for all layers and heads or for those of a rank.
+
+        Of layers with windows what the token behind them sees, by whole blocks.
+        """
         self._check_chain(chain)
         if (holdings := self._holdings) is None:
             return self._missed("lookup", self._why_not)
-        wanted = self._model if box is None else box
-        num_held = 0
+        num_held, why = 0, Miss.ABSENT
         try:
-            while num_held % chain.tokens_per_record == 0 and num_held < chain.num_tokens:
-                found = self._longest(holdings, chain, num_held // chain.tokens_per_record, wanted)
-                if not found:
-                    break
-                num_held = found.stop
-            why = Miss.ABSENT
+            num_held, is_cut = Lookup(holdings.index, chain, self._state, self._model if box is None else box).served()
+            why = Miss.HOLE if is_cut else Miss.ABSENT
         except OSError as error:
             why = why_of(error)
+        if why is Miss.HOLE:
+            self._counts.add("lookups_cut_by_windows")
         if num_held:
             self._counts.add("hit_tokens", num_held)
         elif chain.num_tokens:
@@ -207,10 +209,6 @@ class PrefixStore:
     def _model(self) -> Box:
         return Box(Span(0, self._state.num_layers), Span(0, self._state.num_kv_heads))
 
-    def _longest(self, holdings: Holdings, chain: PrefixChain, ordinal: int, box: Box) -> Span | None:
-        """The longest record that is held there."""
-        return next((record for record, key in chain.candidates(ordinal) if holdings.index.names_of(key, box)), None)
-
     def _read_ordinal(
         self, holdings: Holdings, chain: PrefixChain, ordinal: int, wanted: Span, caches: PagedCaches, tables: Tables
     ) -> int:
@@ -221,7 +219,9 @@ class PrefixStore:
         for record, key in chain.candidates(ordinal):
             if not (part := record & wanted):
                 break
-            if (payloads := self._verified(holdings, key, record, _box_of(caches), failures)) is None:
+            if not (boxes := wanted_boxes(part, caches, tables)):
+                return part.stop
+            if (payloads := self._verified(holdings, key, record, boxes, failures)) is None:
                 continue
             self._count_failures(failures)
             for held, parts, payload in payloads:
@@ -237,21 +237,21 @@ class PrefixStore:
             self._missed("read", why)
 
     def _verified(
-        self, holdings: Holdings, key: BlockKey, record: Span, box: Box, failures: list[Miss]
+        self, holdings: Holdings, key: BlockKey, record: Span, boxes: Boxes, failures: list[Miss]
     ) -> list[tuple[Box, tuple[Box, ...], Tensor]] | None:
-        """Payloads that hold the box, with what to take from each; None if it is not held. Adds to `failures`.
+        """Payloads that hold the boxes, with what to take from each; None if one is not held. Adds to `failures`.
 
         A file that fails may have others beside it that hold the same.
         """
         failed: set[RecordName] = set()
         while True:
             try:
-                found = holdings.index.names_of(key, box)
+                found = holdings.index.names_of(key, boxes)
             except OSError as error:
                 failures.append(why_of(error))
                 return None
             names = {name.box: name for name in found if name not in failed}
-            if (plan := cover(box, names)) is None:
+            if (plan := cover(boxes, names)) is None:
                 return None
             payloads: list[tuple[Box, tuple[Box, ...], Tensor]] = []
             for held, parts in plan.items():
@@ -276,18 +276,28 @@ class PrefixStore:
             return why
 
     def _write_record(self, key: BlockKey, name: RecordName, record: Span, caches: PagedCaches, tables: Tables) -> int:
-        """Bytes written."""
-        if (holdings := self._holdings) is None:
+        """Bytes written: the layers that are there, if all are that see all tokens."""
+        if self._holdings is None:
             raise Missed(self._why_not)
+        if (boxes := filled_boxes(record, caches, tables, self._state)) is None:
+            raise Missed(Miss.HOLE)
+        if boxes != (name.box,):
+            self._counts.add("hollow_records")
+        return sum(
+            self._write_box(self._holdings, key, dataclasses.replace(name, box=box), record, caches, tables)
+            for box in boxes
+        )
+
+    def _write_box(
+        self, holdings: Holdings, key: BlockKey, name: RecordName, record: Span, caches: PagedCaches, tables: Tables
+    ) -> int:
         now = self._clock()
         # What is remembered may have been evicted by others, and would then never be written again.
         holdings.index.forget(key)
-        held = holdings.index.names_of(key, name.box)
-        if covers(tuple(other for other in held if other.priority_at(now) >= name.priority), name.box):
+        held = holdings.index.names_of(key, (name.box,))
+        if covers(tuple(other for other in held if other.priority_at(now) >= name.priority), (name.box,)):
             self._counts.add("kept_records")
             return 0
-        if _has_hole(record, caches, tables):
-            raise Missed(Miss.HOLE)
         header = Header.of(self._namespace, key, name.box, len(record), self._state)
         self._files.write(header, name, self._records.gather(name.box, record, caches, tables))
         holdings.index.forget(key)
@@ -323,11 +333,6 @@ class PrefixStore:
 
 def _box_of(caches: PagedCaches) -> Box:
     return Box(caches.layers, caches.heads)
-
-
-def _has_hole(tokens: Span, caches: PagedCaches, tables: Tables) -> bool:
-    blocks = tokens.blocks(caches.tokens_per_block)
-    return any(HOLE in table[blocks.start : blocks.stop] for table in tables)
 
 
 def _check_state(state: CacheState) -> None:
