@@ -4,6 +4,7 @@ PYTHON ?= $(firstword $(foreach it,python3.11 python3.12 python3.13 python3,$(sh
 PY := .venv/bin/python
 RUN := $(PY) -m
 # Seed of the long versions, and folders of tests to leave it at: `make test-long SEED=1 ONLY=tests/transfer`.
+# Of the matrix, which cells (an expression of pytest's -k): `make test-matrix ONLY="hybrid and not ngram"`.
 SEED ?= 0
 ONLY ?=
 # Tests that wait in real time and measure it: over NIXL they run one after the other, as real engines do; those in memory
@@ -18,7 +19,7 @@ ONCE ?=
 WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-suite test-long test-packages test-compat test-gpu demo bench format clean
+.PHONY: help setup check test test-suite test-long test-matrix test-packages test-compat test-gpu demo bench format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -49,6 +50,9 @@ test-packages: setup ## Test each package in an environment of its own, without 
 
 test-long: setup ## Run the long versions of tests and write their summary to docs/evidence/
 	$(PY) tools/run_long.py --seed $(SEED) $(ONLY)
+
+test-matrix: setup ## Cross versions of vLLM, models and switches, and write the verdicts to docs/evidence/
+	$(PY) tools/run_matrix.py --only "$(ONLY)"
 
 test-compat: setup ## Check names and signatures against the sources of other vLLM versions
 	$(RUN) pytest -m compat tests/compat

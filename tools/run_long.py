@@ -68,7 +68,7 @@ def _outcome(case: ET.Element) -> Outcome:
 
 
 def write_summary(seed: int, paths: tuple[str, ...], outcomes: list[Outcome]) -> Path:
-    now, commit = datetime.now(UTC), _commit()
+    now, commit = datetime.now(UTC), tested_commit()
     target = EVIDENCE / f"long-{now:%Y-%m-%d}-{commit}.md"
     EVIDENCE.mkdir(parents=True, exist_ok=True)
     target.write_text(summary(seed, paths, outcomes, commit, now))
@@ -98,7 +98,7 @@ def summary(seed: int, paths: tuple[str, ...], outcomes: list[Outcome], commit: 
     )
 
 
-def _commit() -> str:
+def tested_commit() -> str:
     """The short commit id, with `-dirty` when tracked files differ from it."""
     words = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()

@@ -40,8 +40,8 @@ def config(*specs, num_blocks=64):
     return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
-def caches(*specs, can_fail_requests=True):
-    return model_caches(config(*specs), can_fail_requests=can_fail_requests)
+def caches(*specs, can_fail_requests=True, can_mix_windows=True):
+    return model_caches(config(*specs), can_fail_requests=can_fail_requests, can_mix_windows=can_mix_windows)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +100,12 @@ def test_windows_are_refused_where_failed_loads_are_told_by_block():
     assert caches(spec("FullAttentionSpec", **WINDOW), can_fail_requests=False).windows == (0,)
     with pytest.raises(CallerError, match=r"supported=vLLM 0\.30 and later"):
         caches(spec("SlidingWindowSpec", **WINDOW), can_fail_requests=False)
+
+
+def test_a_window_in_a_group_that_sees_all_is_refused_where_all_layers_would_get_it():
+    assert caches(spec("FullAttentionSpec"), can_mix_windows=False).windows == (0,)
+    with pytest.raises(CallerError, match=r"the window of some when its hybrid cache manager is off"):
+        caches(spec("FullAttentionSpec", **WINDOW), can_mix_windows=False)
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------

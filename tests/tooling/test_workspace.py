@@ -62,4 +62,4 @@ def test_the_map_fits_on_a_screen():
 
 def test_markers_that_need_hardware_are_left_out_by_default():
     options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["addopts"]
-    assert options[-1] == "not gpu and not multi_gpu and not long and not compat"
+    assert options[-1] == "not gpu and not multi_gpu and not long and not compat and not matrix"

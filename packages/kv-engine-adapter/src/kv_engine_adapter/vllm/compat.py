@@ -15,6 +15,7 @@ __all__ = [
     "hash_block_size",
     "known_fields",
     "may_load",
+    "mixes_windows",
     "num_in_flight",
     "peer_hit_source",
     "preempted",
@@ -87,6 +88,20 @@ def preempted(output: object) -> Collection[str]:
 def may_load(output: object) -> bool:
     """Whether a connector may load what a request of this step begins with while the step runs."""
     return bool(getattr(output, "has_sync_kv_loads", True))
+
+
+def mixes_windows() -> bool:
+    """Whether layers with and without a window are computed rightly in one group, where the hybrid manager is off.
+
+    vLLM 0.27 for CPUs, without a connector: answers differ from the second token after a prompt beyond the window.
+    """
+    from vllm.platforms import current_platform
+
+    if REPORTS_FAILED_REQUESTS or not current_platform.is_cpu():
+        return True
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
+
+    return hasattr(CPUAttentionMetadataBuilder, "_group_sliding_window")
 
 
 def num_in_flight(config: "VllmConfig") -> int:

@@ -62,11 +62,15 @@ class ModelCaches:
         return 1 if self.is_latent else 2
 
 
-def model_caches(kv_cache_config: "KVCacheConfig", *, can_fail_requests: bool) -> ModelCaches:
+def model_caches(
+    kv_cache_config: "KVCacheConfig", *, can_fail_requests: bool, can_mix_windows: bool = True
+) -> ModelCaches:
     """What is kept for the model; `CallerError` if it is not ours to carry.
 
     `can_fail_requests`: the engine can be told of a failed load by request. Told by blocks it computes again from the
     first bad one on, though a window before that is gone.
+    `can_mix_windows`: the engine computes layers with and without a window rightly in one group, as it keeps them when
+    its hybrid manager is off.
     """
     groups = kv_cache_config.kv_cache_groups
     specs = [spec_of(group.kv_cache_spec) for group in groups]
@@ -79,6 +83,11 @@ def model_caches(kv_cache_config: "KVCacheConfig", *, can_fail_requests: bool) -
         raise CallerError(
             "FerryConnector carries windows if failed loads can be told by request: got=this vLLM tells them by block, "
             "supported=vLLM 0.30 and later"
+        )
+    if not can_mix_windows and any(getattr(spec, "sliding_window", None) for spec in specs):
+        raise CallerError(
+            "FerryConnector is not to be the reason of wrong answers: got=this vLLM for CPUs gives all layers "
+            "the window of some when its hybrid cache manager is off, supported=vLLM 0.30 and later"
         )
     return ModelCaches(
         num_kv_heads=specs[0].num_kv_heads,

@@ -169,7 +169,8 @@ def _element_bytes(kv_cache_config: "KVCacheConfig") -> int:
 
 
 def _caches(kv_cache_config: "KVCacheConfig") -> ModelCaches:
-    return model_caches(kv_cache_config, can_fail_requests=compat.REPORTS_FAILED_REQUESTS)
+    told, mixes = compat.REPORTS_FAILED_REQUESTS, compat.mixes_windows()
+    return model_caches(kv_cache_config, can_fail_requests=told, can_mix_windows=mixes)
 
 
 def all_windows(model: ModelCaches, view: tensors.EngineCaches) -> tuple[int, ...]:
