@@ -142,12 +142,14 @@ class PrefixTiers:
             self.counts["unshared"] += 1
             return None
         tokens = request.all_tokens()[:num_filled]
-        num_held = self._slots.find(tokens, scope).num_tokens
+        names, num_held = self._names(request), self._slots.find(tokens, scope).num_tokens
+        if self._events is not None:
+            self._events.host_used(tokens, names, num_held)
         if num_held == num_filled:
             self.counts["held_already"] += 1
             self._slots.touch(tokens, scope, retention)
             return None
-        kept = self._slots.keep(tokens, scope, retention, self._names(request))
+        kept = self._slots.keep(tokens, scope, retention, names)
         if kept is None:
             self.counts["no_room"] += 1
             return None

@@ -4,11 +4,13 @@ In:  events of the manager of the host slots; how much of a prefix the disk was 
      engine has for the blocks of a request.
 Out: `BlocksStored` and `BlocksRemoved`, in the order in which they happened.
 Law: whole blocks only. Of host memory is told exactly what is found there. Of the disk, which others share and clean
-     up, is told what was written or found, until it is looked for and not found. Only what was told is removed.
+     up, is told what was written or found, until it is looked for and not found. Only what was told is removed. What
+     another request has used is told again, as vLLM does of the device: whoever began to read in between learns of it.
 """
 
 import enum
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import Final, NamedTuple
 
 from kv_core.events import Event, Removed, Stored
@@ -66,6 +68,7 @@ class TierEvents:
         self._tokens_per_block = tokens_per_block
         self._news: list[TierEvent] = []
         self._host: dict[BlockKey, _Told] = {}
+        self._in_host: set[bytes] = set()
         self._disk: dict[bytes, None] = {}
 
     def take(self) -> list[TierEvent]:
@@ -79,8 +82,15 @@ class TierEvents:
             if isinstance(event.payload, Stored):
                 self._host_stored(event.payload, names)
             elif isinstance(event.payload, Removed):
-                told = [self._host.pop(key) for key in event.payload.keys if key in self._host]
-                self._removed(Medium.HOST, [each.hash for each in told])
+                told = [self._host.pop(key).hash for key in event.payload.keys if key in self._host]
+                self._in_host.difference_update(told)
+                self._removed(Medium.HOST, told)
+
+    def host_used(self, tokens: Sequence[int], names: Sequence[BlockName], num_tokens: int) -> None:
+        """A request ended of which the first `num_tokens` are in host memory already."""
+        used = takewhile(lambda name: name.hash in self._in_host, names[: num_tokens // self._tokens_per_block])
+        if num_blocks := sum(1 for _ in used):
+            self._stored(Medium.HOST, names, 0, tokens, num_blocks)
 
     def on_disk(self, tokens: Sequence[int], names: Sequence[BlockName], num_tokens: int) -> None:
         """The disk holds the first `num_tokens` of these tokens, and none of the others."""
@@ -106,6 +116,7 @@ class TierEvents:
         self._removed(Medium.HOST, [told.hash for told in reversed(self._host.values())])
         self._removed(Medium.DISK, list(reversed(self._disk)))
         self._host.clear()
+        self._in_host.clear()
         self._disk.clear()
 
     def _host_stored(self, event: Stored, names: Sequence[BlockName]) -> None:
@@ -119,6 +130,7 @@ class TierEvents:
         if num_blocks > 0:
             self._stored(Medium.HOST, names, start, tokens, num_blocks)
             self._host |= {keys[at]: _Told(start + at, names[start + at].hash) for at in range(num_blocks)}
+            self._in_host.update(name.hash for name in names[start : start + num_blocks])
 
     def _stored(
         self, medium: Medium, names: Sequence[BlockName], start: int, tokens: Sequence[int], num_blocks: int
