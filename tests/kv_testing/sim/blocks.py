@@ -22,6 +22,7 @@ from kv_testing.sim.places import NUM_TOKENS, Elements, Indices, Places, laid, o
 from kv_transfer.agent.cards import DirectCard
 from kv_transfer.copies import CorruptBytes
 from kv_transfer.direct.base import CannotMap
+from kv_transfer.direct.book import Book, BookReader
 from kv_transfer.direct.reads import Holding
 from kv_transfer.gate import Gate
 from kv_transfer.mover import Moved, Skipped
@@ -31,6 +32,7 @@ from kv_transfer.plan.plan import Chunk
 from kv_transfer.protocol.messages import Ask
 
 ALL = Span(0, NUM_TOKENS)
+NUM_CELLS, CELL_BYTES = 8, 512
 POISON = np.uint64(0xDEAD_DEAD_DEAD_DEAD)
 
 
@@ -144,8 +146,9 @@ class SimCopier:
 class SimMapping:
     """The blocks of another rank, at hand."""
 
-    def __init__(self, network: Network, copier: SimCopier) -> None:
+    def __init__(self, network: Network, copier: SimCopier, book: BookReader) -> None:
         self.copier = copier
+        self.book = book
         self.groups = tuple(copier.places.groups)
         self._network = network
         network.num_mapped += 1
@@ -160,6 +163,17 @@ class SimDirect:
 
     network: Network
     name: bytes
+    memory: memoryview
+    book: Book
+
+    @classmethod
+    def of(cls, network: Network, name: bytes) -> "SimDirect":
+        memory = memoryview(bytearray(NUM_CELLS * CELL_BYTES))
+        network.books[name] = memory
+        return cls(network, name, memory, Book(memory, CELL_BYTES))
+
+    def close(self) -> None:
+        self.book.close()
 
     def card(self) -> DirectCard:
         return DirectCard(kind="sim", host="sim", blob=self.name)
@@ -171,7 +185,7 @@ class SimDirect:
         process, copier = self.network.mappable.get(card.blob, (None, None))
         if process is None or not process.is_alive:
             raise CannotMap("its owner is dead, or never was")
-        return SimMapping(self.network, copier)
+        return SimMapping(self.network, copier, BookReader(self.network.books[card.blob], CELL_BYTES))
 
 
 class SimCopies:

@@ -189,7 +189,7 @@ class Instance:
             copies=SimCopies(process),  # type: ignore[arg-type]
             health=Health(process.timers, [agent.pulse], config.stall_s),
             history=History(process.timers.clock),
-            direct=SimDirect(network, name) if self.is_mappable else None,  # type: ignore[arg-type]
+            direct=SimDirect.of(network, name) if self.is_mappable else None,  # type: ignore[arg-type]
             new_session=lambda: SessionId(f"{network.next_number():032x}"),
         )
         sent = lambda request_id: self.on_sent(self, number, request_id)  # noqa: E731

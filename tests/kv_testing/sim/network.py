@@ -53,6 +53,7 @@ class Network:
     num_landed_late: int = 0
     mappable: dict[bytes, tuple[Process, Any]] = field(default_factory=dict)
     """Blocks of every rank of every run, by the name of its direct path."""
+    books: dict[bytes, memoryview] = field(default_factory=dict)
     num_mapped: int = 0
     _numbers: "count[int]" = field(default_factory=lambda: count(1))
 

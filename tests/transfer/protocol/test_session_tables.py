@@ -128,7 +128,7 @@ def test_joint_rules_hold_only_with_nothing_under_way():
             expected = SendEvent.WRITES_OVER
         assert sender_joint(state, reads, writes) is expected
     for there, left in itertools.product(Receiving, (0, 1)):
-        complete = ReceiveEvent.COMPLETE if there is Receiving.MOVING and not left else None
+        complete = ReceiveEvent.COMPLETE if there in (Receiving.ASKING, Receiving.MOVING) and not left else None
         assert receiver_joint(there, left) is complete
 
 

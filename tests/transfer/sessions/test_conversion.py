@@ -8,6 +8,7 @@ from kv_core.spans import Span
 from kv_testing.exchanges import small_state
 from kv_testing.valued import offer_numbers, wrong_numbers
 from kv_testing.worlds import ALL, FAST, NUM_TOKENS, fresh_id, pair
+from kv_transfer.direct.book import BookReader
 from kv_transfer.direct.in_process import InProcessHub
 from kv_transfer.formatter.conversion import Conversion
 from kv_transfer.passages import Passages
@@ -147,6 +148,7 @@ def test_converted_elements_are_staged_where_the_caches_could_be_read():
 def test_a_sender_refuses_who_would_read_what_is_to_be_converted(monkeypatch):
     """A receiver of ours does not ask; one that does is told both types."""
     monkeypatch.setattr("kv_transfer.mappings.is_converted", lambda ours, theirs: False)
+    monkeypatch.setattr(BookReader, "find", lambda *_: None)
     with pair(state("bfloat16"), state("float16"), direct=InProcessHub().door) as (p, d, _):
         d.order(p, offer_numbers(p, NUM_TOKENS))
         reason = d.outcome(others=[p]).reason

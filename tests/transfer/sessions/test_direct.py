@@ -84,6 +84,7 @@ def test_no_block_is_freed_under_a_reader(doors, monkeypatch):
         read = InProcessCaches.read
 
         def slowly(self, what, into):
+            wait_for(lambda: p.cores[0].sender.num_sessions, what="the Ask")
             p.withdraw()
             time.sleep(0.3)
             p.step()

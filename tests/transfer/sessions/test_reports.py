@@ -19,6 +19,7 @@ from kv_testing.hangs import planted
 from kv_testing.waiting import wait_for
 from kv_testing.worlds import FAST, NUM_TOKENS, Side, Switches, fresh_id, make_side, pair, sides, state_of
 from kv_transfer.agent.loopback import LoopbackHub
+from kv_transfer.direct.book import BookReader
 from kv_transfer.direct.in_process import InProcessHub
 from kv_transfer.reports import Direction, Path, TransferReport
 
@@ -173,8 +174,9 @@ def test_a_delayed_stage_shows_in_its_own_field(delay, of_load, of_send) -> None
         assert (_longest(load), _longest(send)) == (of_load, of_send)
 
 
-def test_a_direct_read_and_its_proof() -> None:
-    """The read is the wire; what comes after it is the wait for the owner's word."""
+def test_a_direct_read_and_its_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The read is the wire; what comes after it is the wait for the owner's word, where its book cannot be seen."""
+    monkeypatch.setattr(BookReader, "find", lambda *_: None)
     hub, faults, direct = LoopbackHub(), Switches(), InProcessHub()
     p = make_side(hub, "p", state_of(), faults=faults, direct=direct.door)
     d = make_side(hub, "d", state_of(), direct=direct.door)

@@ -162,6 +162,11 @@ class Core:
         history = self._room.history
         return Status(gauges, self._room.counters.snapshot(), self._room.health.trouble, history.recent, history.totals)
 
+    def unpublish(self) -> None:
+        """Nobody finds our offers any more without asking."""
+        if self._room.direct is not None:
+            self._room.direct.close()
+
     def publish_last(self) -> None:
         """As of now, and for good."""
         self._room.history.publish()

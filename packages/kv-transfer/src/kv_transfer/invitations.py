@@ -6,18 +6,16 @@ Law: a reader of blocks where they lie takes all at once, and cannot wait for th
      that it asks for is computed, and they are filled.
 """
 
-from bisect import bisect_left
 from functools import partial
 from typing import Protocol
 
 from kv_core.errors import CallerError, CapacityError
+from kv_transfer.direct.reads import shared_blocks
 from kv_transfer.lanes import Lane
 from kv_transfer.mover import Moved
 from kv_transfer.offers import HeldOffer
 from kv_transfer.peers import Peers
-from kv_transfer.plan.cache_state import CacheState, Share
-from kv_transfer.plan.plan import widened
-from kv_transfer.protocol.messages import Ask, Ready, RefuseCode, SharedBlocks
+from kv_transfer.protocol.messages import Ready, RefuseCode, SharedBlocks
 from kv_transfer.protocol.session import Sending
 from kv_transfer.room import Room
 from kv_transfer.send_session import SendSession
@@ -60,7 +58,7 @@ class Invitations:
             return
         identity = self._room.identity
         share = identity.state.share_of(identity.card.rank)
-        blocks = _shared_blocks(session.ask, identity.state, share, held)
+        blocks = shared_blocks(session.ask, identity.state, share, held.growth.tables)
         try:
             self._answer(session, held, blocks)
             session.is_invited = True
@@ -80,11 +78,3 @@ def _ready_of(session: SendSession, held: HeldOffer, blocks: SharedBlocks | None
         num_computed=held.growth.num_computed,
         blocks=blocks,
     )
-
-
-def _shared_blocks(ask: Ask, state: CacheState, share: Share, held: HeldOffer) -> SharedBlocks:
-    """Our own blocks of the tokens asked for."""
-    tables, wanted = held.growth.tables, widened(ask.tokens, state).blocks(state.tokens_per_block)
-    ours = state.token_share(share.context_rank, tables.num_tokens).blocks
-    first, stop = bisect_left(ours, wanted.start), bisect_left(ours, wanted.stop)
-    return SharedBlocks(first=first, by_group=tuple(table[first:stop] for table in tables.by_group))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kv_core.ids import Incarnation, SessionId
+from kv_transfer.direct.book import Entry
 from kv_transfer.gate import Gate
 from kv_transfer.orders import LoadTimes, Received, ReceiveOrder
 from kv_transfer.peer import Peer
@@ -137,6 +138,8 @@ class ReceiveSession:
     """Where a sender that is read directly keeps what was asked for."""
     is_read: bool = False
     """Its one read has begun, or has failed to."""
+    entry: Entry | None = None
+    """Where the sender's book told `blocks`, before the sender could answer."""
     is_proven: bool = False
     """The sender has said that what was read directly is what it offered."""
     num_arrived: int = 0

@@ -11,7 +11,7 @@ No I/O and no clock; of one thread. A pair is (transfer id, prompt key).
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kv_core.errors import CallerError
 from kv_core.ids import RequestId, TransferId
@@ -39,11 +39,22 @@ class HeldOffer:
         return self.offer.transfer_id, self.offer.prompt_key
 
 
+class Listener(Protocol):
+    """Whoever wants to know which complete offers take readers."""
+
+    def listed(self, held: HeldOffer) -> None:
+        """This one does, from now on."""
+
+    def unlisted(self, held: HeldOffer) -> None:
+        """It does not, from now on; perhaps it never did."""
+
+
 class OfferBook:
     """All offers that are not over."""
 
-    def __init__(self, remember_s: float) -> None:
+    def __init__(self, remember_s: float, listener: Listener | None = None) -> None:
         """`remember_s`: how long late askers are told that an offer is gone, rather than to wait for it."""
+        self._listener = listener
         self._by_request: dict[RequestId, HeldOffer] = {}
         self._by_pair: dict[Pair, list[HeldOffer]] = {}
         self._gone: Tombstones[Pair, str] = Tombstones(remember_s)
@@ -84,6 +95,7 @@ class OfferBook:
             return True
         self._by_request[offer.request_id] = held
         self._by_pair.setdefault(held.pair, []).append(held)
+        self._tell_if_complete(held)
         return True
 
     def get(self, request_id: RequestId) -> HeldOffer | None:
@@ -96,6 +108,7 @@ class OfferBook:
         if held is None:
             return False
         held.growth.is_growing = False
+        self._tell_if_complete(held)
         return self._is_over(held)
 
     def abandon(self, request_id: RequestId, reason: str, now: float, *, comes_again: bool = False) -> HeldOffer | None:
@@ -169,8 +182,14 @@ class OfferBook:
         waiting = [held.num_readers or held.growth.is_growing for held in self._by_request.values() if held.is_settled]
         assert all(waiting), "law: over is gone"
 
+    def _tell_if_complete(self, held: HeldOffer) -> None:
+        if self._listener is not None and not (held.growth.is_growing or held.is_settled):
+            self._listener.listed(held)
+
     def _unlist(self, held: HeldOffer, reason: str, now: float) -> None:
         """It takes no new reader."""
+        if self._listener is not None:
+            self._listener.unlisted(held)
         offers = self._by_pair[held.pair]
         offers.remove(held)
         if not offers:

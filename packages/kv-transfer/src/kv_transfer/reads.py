@@ -2,8 +2,8 @@
 
 In:  sessions that are about to ask, and those whose sender has told its blocks; ends of reads.
 Out: the path of each session; for each read one report to the receiver: in our blocks, or bad.
-Law: nothing is granted, so nothing can be written late. What is read counts only once the sender has proven that it
-     held the blocks until then; that is the receiver's to wait for.
+Law: nothing is granted, so nothing can be written late. What is read counts only once it is proven that the sender held
+     the blocks until then: by its book, which told them and tells them still, or by its answer to our Close.
 """
 
 from functools import partial
@@ -11,10 +11,14 @@ from functools import partial
 from kv_transfer.agent.base import Completion, Ticket
 from kv_transfer.arrivals import ArrivalListener
 from kv_transfer.copies import Copier
-from kv_transfer.direct.reads import Holding
+from kv_transfer.direct.book import Entry
+from kv_transfer.direct.reads import Holding, shared_blocks
 from kv_transfer.in_place.reads import InPlaceReads
 from kv_transfer.load import ReceiveSession
 from kv_transfer.mover import Moved, Skipped
+from kv_transfer.orders import BlockTables
+from kv_transfer.plan.cache_state import CacheState
+from kv_transfer.protocol.messages import Ask
 from kv_transfer.reports import Path
 from kv_transfer.room import Room
 
@@ -38,6 +42,18 @@ class Reads:
             return Path.DIRECT, session.peer.path_why
         pays, why = self._in_place.pays(session.peer, session.ask.pieces)
         return (Path.IN_PLACE, why) if pays else (Path.STAGED, why or session.peer.path_why)
+
+    def finds(self, session: ReceiveSession) -> bool:
+        """Whether the sender's book tells its blocks, so that they can be read before it answers."""
+        mapping, ask, peer = session.peer.mapping, session.ask, session.peer
+        if session.path is not Path.DIRECT or mapping is None or mapping.book is None:
+            return False
+        entry = mapping.book.find((ask.transfer_id, ask.prompt_key))
+        if entry is None or not _is_of(entry, ask, peer.state):
+            return False
+        tables, share = BlockTables(entry.num_tokens, entry.by_group), peer.state.share_of(peer.key.rank)
+        session.entry, session.blocks = entry, shared_blocks(ask, peer.state, share, tables)
+        return True
 
     def begin(self, session: ReceiveSession) -> None:
         """The sender has told its blocks: fill ours from them."""
@@ -100,8 +116,22 @@ class Reads:
         load, now = session.load, self._room.timers.clock()
         load.stamps.arrived = now
         if load.is_open:
+            session.is_proven = session.is_proven or self._stands(session)
             session.marks.wired = now
             session.is_moved(session.num_unscattered, session.num_bytes, now)
             self._room.counters.add("bytes_in", session.num_bytes)
             self._room.counters.add(counter, session.num_bytes)
             self._listener.chunk_scattered(session)
+
+    @staticmethod
+    def _stands(session: ReceiveSession) -> bool:
+        """Whether the sender's book says still what it said before the read."""
+        mapping = session.peer.mapping
+        book = None if mapping is None else mapping.book
+        return session.entry is not None and book is not None and book.stands(session.entry)
+
+
+def _is_of(entry: Entry, ask: Ask, state: CacheState) -> bool:
+    """Whether this is an offer of what is asked for. Context ranks share a sequence, so they must mean the same."""
+    is_whole = state.parallel.num_context_ranks == 1 or entry.num_tokens == ask.num_tokens
+    return is_whole and entry.num_tokens >= ask.tokens.stop

@@ -131,7 +131,7 @@ class Receiver:
             self._fail_load(session, f"{peer} plans otherwise in (chunks, bytes): ours={ours}, theirs={theirs}")
             return
         if session.state is Receiving.ASKING:
-            session.load.stamps.ready = session.marks.ready = self._room.timers.clock()
+            self._is_told(session)
         session.hears(ready)
         self._on(session, ReceiveEvent.READY)
 
@@ -155,7 +155,7 @@ class Receiver:
         """No write of this session will come any more."""
         if (session := self._heard(peer, quiet.session)) is not None:
             # Before our Close it would prove nothing.
-            session.is_proven = quiet.clean and session.state is Receiving.CLOSING
+            session.is_proven |= quiet.clean and session.state is Receiving.CLOSING
             # One that has ended unanswered was refused, perhaps for its card: that word may still be on its way.
             is_unanswered = session.state is Receiving.ASKING
             self._on(session, ReceiveEvent.QUIET, why=f"{peer} has ended the session", is_outdated=is_unanswered)
@@ -287,6 +287,16 @@ class Receiver:
             session.path, session.path_why = self.reads.path_of(session)
             session.ask = msgspec.structs.replace(session.ask, direct=session.path is not Path.STAGED)
             self._on(session, ReceiveEvent.INTRODUCED)
+            if self.reads.finds(session):
+                # The Ask that holds the offer for us is on its way; its answer need not be waited for.
+                self._is_told(session)
+                session.is_read = True
+                self.reads.begin(session)
+
+    def _is_told(self, session: ReceiveSession) -> None:
+        """What the session wants is there."""
+        if session.marks.ready is None:
+            session.load.stamps.ready = session.marks.ready = self._room.timers.clock()
 
     def _path_known(self, peer: Peer) -> None:
         for session in self._with(peer):

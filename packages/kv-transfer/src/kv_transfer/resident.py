@@ -78,6 +78,7 @@ class Resident:
 
     def ended(self) -> None:
         """The thread ends: so do mover and agent, before anybody is told."""
+        self._core.unpublish()
         self._core.publish_last()
         if not self._mover.close(MOVER_CLOSE_S):
             logger.error("a copy did not end within %s s; the blocks it works on are never given back", MOVER_CLOSE_S)

@@ -3,9 +3,8 @@
 In:  offers and settlements of our engine; Ask, Grant, Close and Cancel of peers; ends of chunks, from `passages`.
 Out: Ready, Refuse, Data and Quiet; the requests whose blocks are free again.
 Law: what is settled is read to the end by those who read it, and by nobody else. Quiet is said only when nothing of the
-     session can be written any more. A session that has ended is remembered, and never begins again. Of a prompt that
-     is being computed nothing is read but what is computed; when its engine takes it back, its sessions go on with an
-     equal offer, or fail.
+     session can be written any more. A session that has ended never begins again. Of a prompt that is being computed
+     only that is read; when its engine takes it back, its sessions go on with an equal offer, or fail.
 """
 
 import logging
@@ -39,6 +38,7 @@ from kv_transfer.protocol.messages import (
     clipped,
 )
 from kv_transfer.protocol.session import SENDER, IllegalEvent, SendAction, SendEvent, Sending, sender_joint, step
+from kv_transfer.publisher import Publisher
 from kv_transfer.room import Room
 from kv_transfer.send_session import End, Passage, SendSession
 from kv_transfer.staging import Arena
@@ -58,7 +58,7 @@ class Sender:
         self, room: Room, peers: Peers, arena: Arena, copier: Copier, on_sent: Callable[[RequestId], None]
     ) -> None:
         """`on_sent` is told each request whose offer is over, once."""
-        self.offers = OfferBook(room.config.tombstone_s)
+        self.offers = OfferBook(room.config.tombstone_s, Publisher(room))
         self.passages = Passages(room, arena, copier, self.offers, self)
         self._invitations = Invitations(room, peers, self)
         self._room = room

@@ -14,6 +14,7 @@ from kv_core.ids import Rank
 from kv_core.spans import Span
 from kv_kernels.layout import Corner
 from kv_transfer.agent.cards import DirectCard
+from kv_transfer.direct.book import Book, BookReader
 from kv_transfer.plan.cache_state import CacheState
 from kv_transfer.plan.part import Part
 from kv_transfer.pools import PagedCaches
@@ -59,6 +60,10 @@ class RemoteCaches(Protocol):
     def groups(self) -> tuple[int, ...]:
         """The layer group of each of the peer's layers; none at all if all share one block table."""
 
+    @property
+    def book(self) -> BookReader | None:
+        """What the peer offers, if it can be seen from here."""
+
     def read(self, what: Read, into: PagedCaches) -> None:
         """Queues the copy on the current stream; CallerError or ValueError if the parts do not fit each other."""
 
@@ -71,6 +76,13 @@ class DirectDoor(Protocol):
 
     def card(self) -> DirectCard | None:
         """What a peer needs to map our caches; None if nobody can."""
+
+    @property
+    def book(self) -> Book | None:
+        """Where we tell those who map our caches what we offer; None if nobody can see it."""
+
+    def close(self) -> None:
+        """Nothing that our book tells stands any more. Idempotent."""
 
     def can_map(self, card: DirectCard) -> bool:
         """Whether it is worth trying: the same kind of path, on the same host."""

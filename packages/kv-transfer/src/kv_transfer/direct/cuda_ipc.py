@@ -23,7 +23,9 @@ from kv_kernels.layout import MappedPlanes
 from kv_kernels.peer import peer_copy
 from kv_transfer.agent.cards import DirectCard
 from kv_transfer.direct.base import CannotMap, Read
+from kv_transfer.direct.book import CELL_BYTES, NUM_CELLS, Book, BookReader
 from kv_transfer.direct.laid import MAX_PLANES, Address, Index, LaidPlanes, check_laid, laid
+from kv_transfer.direct.pages import MappedPages, PagesCard, SharedPages
 from kv_transfer.host import host_id
 from kv_transfer.plan.cache_state import CacheState
 from kv_transfer.plan.elements import ITEM_BYTES
@@ -45,6 +47,7 @@ class _Blob(LaidPlanes, frozen=True, kw_only=True, forbid_unknown_fields=True):
         msgspec.Meta(min_length=1, max_length=1 << 14),
     ]
     planes: Annotated[tuple[tuple[Index, Address], ...], msgspec.Meta(min_length=1, max_length=MAX_PLANES)]
+    book: PagesCard | None = None
 
 
 class DriverError(FerryError):
@@ -54,9 +57,11 @@ class DriverError(FerryError):
 class CudaDoor:
     """A `DirectDoor` of one rank's caches."""
 
-    def __init__(self, caches: PagedCaches, card: DirectCard | None) -> None:
+    def __init__(self, caches: PagedCaches, card: DirectCard | None, pages: SharedPages | None = None) -> None:
         self._device = caches.planes[0].device
         self._card = card
+        self._pages = pages
+        self.book = None if pages is None else Book(pages.memory)
 
     def card(self) -> DirectCard | None:
         return self._card
@@ -78,14 +83,21 @@ class CudaDoor:
         except FerryError as error:
             _close_all(mapped)
             raise CannotMap(str(error)) from error
-        return CudaCaches(blob, mapped)
+        return CudaCaches(blob, mapped, _mapped_book(blob.book))
+
+    def close(self) -> None:
+        if self.book is not None and self._pages is not None:
+            self.book.close()
+            self._pages.close()
 
 
 class CudaCaches:
     """`RemoteCaches` in the memory of another process."""
 
-    def __init__(self, blob: _Blob, mapped: list[int]) -> None:
+    def __init__(self, blob: _Blob, mapped: list[int], pages: MappedPages | None = None) -> None:
         self._blob = blob
+        self._pages = pages
+        self.book = None if pages is None else BookReader(pages.memory)
         self._mapped = mapped
         self._addresses = tuple(mapped[index] + offset for index, offset in blob.planes)
         self._dtype: torch.dtype = getattr(torch, blob.dtype)
@@ -119,6 +131,9 @@ class CudaCaches:
     def close(self) -> None:
         mapped, self._mapped = self._mapped, []
         _close_all(mapped)
+        pages, self._pages, self.book = self._pages, None, None
+        if pages is not None:
+            pages.close()
 
     def _planes(self, layers: Span, which: slice, kind: int) -> MappedPlanes:
         num_kinds, first = len(self._blob.strides), self._blob.first_layer
@@ -131,11 +146,30 @@ def cuda_door(caches: PagedCaches) -> CudaDoor | None:
     if not caches.planes or not caches.planes[0].is_cuda:
         return None
     try:
-        card = DirectCard(kind=KIND, host=host_id(), blob=msgspec.msgpack.encode(_blob_of(caches)))
+        blob = _blob_of(caches)
     except DriverError as error:
         logger.info("peers cannot map our caches, their bytes are staged: %s", error)
         return CudaDoor(caches, None)
-    return CudaDoor(caches, card)
+    pages = _pages_for_book()
+    blob = msgspec.structs.replace(blob, book=None if pages is None else pages.card)
+    return CudaDoor(caches, DirectCard(kind=KIND, host=host_id(), blob=msgspec.msgpack.encode(blob)), pages)
+
+
+def _pages_for_book() -> SharedPages | None:
+    try:
+        return SharedPages(NUM_CELLS * CELL_BYTES)
+    except OSError as error:
+        logger.info("peers cannot see what we offer, they ask for it: %s", error)
+        return None
+
+
+def _mapped_book(card: PagesCard | None) -> MappedPages | None:
+    """None if there is none, or it cannot be seen from here: then each read is asked for."""
+    try:
+        return None if card is None else MappedPages(card)
+    except CannotMap as error:
+        logger.info("what a peer offers cannot be seen, it is asked for: %s", error)
+        return None
 
 
 def _check_reach(blob: _Blob, sizes: Sequence[int]) -> None:

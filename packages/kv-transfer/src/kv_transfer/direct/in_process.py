@@ -13,6 +13,7 @@ from kv_core.spans import Span
 from kv_kernels.block_copy import copy_blocks
 from kv_transfer.agent.cards import DirectCard
 from kv_transfer.direct.base import CannotMap, Read
+from kv_transfer.direct.book import CELL_BYTES, NUM_CELLS, Book, BookReader
 from kv_transfer.plan.cache_state import CacheState
 from kv_transfer.pools import PagedCaches
 
@@ -25,12 +26,14 @@ class InProcessHub:
     def __init__(self) -> None:
         self.name = secrets.token_hex(8)
         self.caches: dict[bytes, PagedCaches] = {}
+        self.books: dict[bytes, memoryview] = {}
         self.num_open = 0
 
     def door(self, caches: PagedCaches) -> "InProcessDoor":
         """The door of one more rank."""
         name = secrets.token_bytes(16)
         self.caches[name] = caches
+        self.books[name] = memoryview(bytearray(NUM_CELLS * CELL_BYTES))
         return InProcessDoor(self, name)
 
 
@@ -40,6 +43,7 @@ class InProcessDoor:
     def __init__(self, hub: InProcessHub, name: bytes) -> None:
         self._hub = hub
         self._name = name
+        self.book = Book(hub.books[name])
 
     def card(self) -> DirectCard | None:
         return DirectCard(kind=KIND, host=self._hub.name, blob=self._name)
@@ -55,7 +59,10 @@ class InProcessDoor:
             caches.check(state, state.share_of(rank))
         except CallerError as error:
             raise CannotMap(str(error)) from error
-        return InProcessCaches(self._hub, caches)
+        return InProcessCaches(self._hub, caches, BookReader(self._hub.books[card.blob].toreadonly()))
+
+    def close(self) -> None:
+        self.book.close()
 
     def withdraw(self) -> None:
         """Nobody can map our caches from now on."""
@@ -65,8 +72,9 @@ class InProcessDoor:
 class InProcessCaches:
     """`RemoteCaches` that are in truth at hand."""
 
-    def __init__(self, hub: InProcessHub, caches: PagedCaches) -> None:
+    def __init__(self, hub: InProcessHub, caches: PagedCaches, book: BookReader) -> None:
         self._hub = hub
+        self.book: BookReader | None = book
         self._caches: PagedCaches | None = caches
         hub.num_open += 1
 
@@ -80,7 +88,7 @@ class InProcessCaches:
 
     def close(self) -> None:
         if self._caches is not None:
-            self._caches = None
+            self._caches = self.book = None
             self._hub.num_open -= 1
 
     @property

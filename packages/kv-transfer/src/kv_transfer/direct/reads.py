@@ -5,6 +5,7 @@ Out: Reads, each of layers that share a block table on either side.
 Law: every (layer, head, token) of the pieces is read once. CallerError if a side does not hold what it should.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -12,11 +13,12 @@ from typing import cast
 from kv_core.ids import BlockId, Rank
 from kv_core.spans import Span
 from kv_transfer.direct.base import Read
-from kv_transfer.plan.cache_state import CacheState
+from kv_transfer.orders import BlockTables
+from kv_transfer.plan.cache_state import CacheState, Share
 from kv_transfer.plan.part import Geometry, Part
 from kv_transfer.plan.plan import widened
 from kv_transfer.plan.ranges import block_range
-from kv_transfer.protocol.messages import Ask
+from kv_transfer.protocol.messages import Ask, SharedBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +66,11 @@ def _runs(layers: Span, ours: Holding, theirs: Holding) -> Iterator[tuple[Span, 
         if is_last or (ours.group_of(layer + 1), theirs.group_of(layer + 1)) != tables:
             yield Span(start, layer + 1), *tables
             start = layer + 1
+
+
+def shared_blocks(ask: Ask, state: CacheState, share: Share, tables: BlockTables) -> SharedBlocks:
+    """The blocks of the tokens asked for, of a rank with this share, which keeps the prompt in these tables."""
+    wanted = widened(ask.tokens, state).blocks(state.tokens_per_block)
+    held = state.token_share(share.context_rank, tables.num_tokens).blocks
+    first, stop = bisect_left(held, wanted.start), bisect_left(held, wanted.stop)
+    return SharedBlocks(first=first, by_group=tuple(table[first:stop] for table in tables.by_group))

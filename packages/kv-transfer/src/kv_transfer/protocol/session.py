@@ -253,6 +253,8 @@ RECEIVER: Final[Table[Receiving, ReceiveEvent, ReceiveAction]] = {
     _R.ASKING: {
         _V.INTRODUCED: _to(_R.ASKING, _B.SAY_ASK),
         _V.READY: _to(_R.MOVING, _B.GRANT),
+        # Read from the peer's book, before it was heard.
+        _V.COMPLETE: _to(_R.CLOSING, _B.SAY_CLOSE),
         _V.REFUSE: _to(_R.ENDED, _B.FAIL_LOAD),
         _V.QUIET: _to(_R.ENDED, _B.FAIL_LOAD),
         _V.NUDGE: _to(_R.ASKING, _B.SAY_ASK),
@@ -299,6 +301,6 @@ RECEIVER: Final[Table[Receiving, ReceiveEvent, ReceiveAction]] = {
 
 def receiver_joint(state: Receiving, num_unscattered: int) -> ReceiveEvent | None:
     """The event that the session's own movements raise now: rule R1."""
-    if state is Receiving.MOVING and num_unscattered == 0:
+    if state in (Receiving.ASKING, Receiving.MOVING) and num_unscattered == 0:
         return ReceiveEvent.COMPLETE
     return None
