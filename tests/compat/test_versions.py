@@ -18,7 +18,7 @@ pytestmark = pytest.mark.compat
 OLDEST, NEWEST = "0.25.1", "0.33.0"
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 OURS = Path(next(iter(kv_engine_adapter.vllm.__path__)))
-LATER_HOOKS = {"bind_kv_cache_manager", "get_transfer_results"}
+LATER_HOOKS = {"bind_kv_cache_manager", "get_transfer_results", "has_pending_block_frees"}
 """Hooks of ours that the oldest version does not call; the connector does without them there."""
 READ = {
     ("vllm.v1.request", "Request"): {
