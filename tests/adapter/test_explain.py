@@ -4,6 +4,8 @@ import json
 import re
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from kv_engine_adapter.cli.explain import main
 from kv_engine_adapter.cli.model_facts import model_facts
@@ -99,12 +101,54 @@ def test_a_long_table_is_cut_and_counted(capsys):
         ("tp1", "layers=32,heads=8", "missing=['size']"),
         ("tp1", "layers=32,heads=8,size=128,depth=3", "unknown=['depth']"),
         ("tp1", "nowhere", "no such model: got='nowhere'"),
+        ("tp1", "x" * 5000, "no such model"),
+        ("tp1", "layers=2,heads=2,size=\u0663", "size is not a positive number"),
+        ("tp1", "layers=99999,heads=2,size=8", "layers is too large: got=99999, most=4096"),
+        ("pp99999999999999999999", MODEL, "pp is too large: got=99999999999999999999, most=4096"),
+        ("tp" + "9" * 5000, MODEL, "tp is not a positive number"),
+        ("tp64pp64cp2", MODEL, "too many ranks: got=8192, most=4096"),
     ],
 )
 def test_words_that_cannot_be_used(capsys, sender, model, why):
     status, page = explain(capsys, sender, "tp1", model=model)
     assert status == 2
     assert why in page
+
+
+NUMBERS = st.sampled_from(["0", "1", "2", "3", "8", "64", "100", "-1", "", "x", "\u00b2", "1.5", "9" * 30])
+SIZES = st.lists(st.tuples(st.sampled_from(["tp", "pp", "cp", "dp", ""]), NUMBERS), min_size=1, max_size=4)
+OPTIONS = st.tuples(
+    st.sampled_from(
+        ["stages", "block", "order", "dtype", "cut", "deal", "numbering", "model", "scale", "convert", "z"]
+    ),
+    st.sampled_from(
+        ["yes", "no", "1", "2+3", "8+24", "0.5+0.25", "nan", "-1", "token_major", "float8_e4m3fn", "float16"]
+    )
+    | st.sampled_from(["round_robin", "tensor_inner", "", "\0", "="]),
+)
+SHAPES = st.builds(
+    lambda sizes, options: ",".join(["".join(map("".join, sizes)), *map("=".join, options)]),
+    SIZES,
+    st.lists(OPTIONS, max_size=3),
+)
+USUAL = st.sampled_from(["tp1", "tp4pp2", "tp3,block=64", "tp2cp2,cut=round_robin", "tp8dp2"])
+FIELDS = ["num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "sliding_window",
+          "layer_types", "kv_lora_rank", "qk_rope_head_dim", "text_config", "torch_dtype"]  # fmt: skip
+VALUES = st.sampled_from([1, 4, 8, 0, -1, 10**30, 1.5, "8", "bfloat16", True, None, [], ["sliding_attention"], {}])
+WRITTEN = st.dictionaries(st.sampled_from(FIELDS), VALUES) | VALUES
+
+
+@given(USUAL | SHAPES, USUAL | SHAPES, WRITTEN | st.none(), st.integers(-2, 3000), st.integers(-2, 300))
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_is_written_is_explained_or_refused(tmp_path, sender, receiver, written, num_tokens, num_held):
+    """Never a traceback: exit status 0, 1 or 2."""
+    model = "layers=8,heads=4,size=16"
+    if written is not None:
+        usual = {"num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 8}
+        (tmp_path / "config.json").write_text(json.dumps(usual | written if isinstance(written, dict) else written))
+        model = str(tmp_path)
+    words = ["--from", sender, "--to", receiver, "--model", model, f"--tokens={num_tokens}", f"--held={num_held}"]
+    assert main(words) in (0, 1, 2)
 
 
 CONFIGS = {

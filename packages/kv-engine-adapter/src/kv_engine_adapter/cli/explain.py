@@ -25,6 +25,7 @@ from kv_transfer.plan.plan import SessionPlan, chunks_of, receive_plans
 
 MAX_SHOWN = 64
 """Lines of the table; the rest is counted."""
+MAX_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--held", type=int, default=0, help="tokens that the decode engine holds already (default 0)")
     chosen = parser.parse_args(arguments)
     try:
+        if chosen.tokens > MAX_TOKENS:
+            raise CallerError(f"tokens is too large: got={chosen.tokens}, most={MAX_TOKENS}")
         model = model_facts(chosen.model)
         sender, receiver = (cache_state(word, model) for word in (chosen.sender, chosen.receiver))
         found = reasons(receiver, sender)

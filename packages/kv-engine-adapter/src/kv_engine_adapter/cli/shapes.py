@@ -18,8 +18,15 @@ from typing import Any, Final, get_args
 import msgspec
 
 from kv_core.errors import CallerError
-from kv_engine_adapter.cli.model_facts import ModelFacts
-from kv_transfer.plan.cache_state import BlockOrder, CacheState, ParallelLayout
+from kv_engine_adapter.cli.model_facts import ModelFacts, count
+from kv_transfer.plan.cache_state import (
+    MAX_LAYERS,
+    MAX_RANKS,
+    MAX_TOKENS_PER_BLOCK,
+    BlockOrder,
+    CacheState,
+    ParallelLayout,
+)
 
 _SIZES: Final = ("tp", "pp", "cp", "dp")
 _NAMES: Final = ("stages", "block", "order", "dtype", "cut", "deal", "numbering", "model", "scale", "convert")
@@ -38,7 +45,7 @@ def cache_state(word: str, model: ModelFacts) -> CacheState:
         model.num_kv_heads,
         cp=sizes["cp"],
         groups=sizes["dp"],
-        blocks_per_deal=_count("deal", options.get("deal", "1")),
+        blocks_per_deal=count("deal", options.get("deal", "1"), MAX_TOKENS_PER_BLOCK),
         **cut,  # type: ignore[arg-type]
         **numbering,  # type: ignore[arg-type]
     )
@@ -50,7 +57,7 @@ def cache_state(word: str, model: ModelFacts) -> CacheState:
         "num_planes": model.num_planes,
         "num_layers": model.num_layers,
         "num_kv_heads": model.num_kv_heads,
-        "tokens_per_block": _count("block", options.get("block", "16")),
+        "tokens_per_block": count("block", options.get("block", "16"), MAX_TOKENS_PER_BLOCK),
         "layout": {"order": options.get("order", get_args(BlockOrder)[0])},
         "parallel": msgspec.to_builtins(parallel),
         "windows": model.windows,
@@ -77,7 +84,7 @@ def _sizes(word: str) -> dict[str, int]:
         )
     if len(set(names)) != len(names):
         raise CallerError(f"a size is given twice: got={word!r}")
-    return dict.fromkeys(_SIZES, 1) | {name: _count(name, number) for name, number in found}
+    return dict.fromkeys(_SIZES, 1) | {name: count(name, number, MAX_RANKS) for name, number in found}
 
 
 def _options(words: list[str]) -> dict[str, str]:
@@ -90,8 +97,8 @@ def _options(words: list[str]) -> dict[str, str]:
 def _stages(text: str | None, pp: int, num_layers: int) -> list[int]:
     if text is None:
         return [num_layers // pp + (stage < num_layers % pp) for stage in range(pp)]
-    stages = [int(word) if word.isdecimal() else -1 for word in text.split("+")]
-    if min(stages) < 0 or sum(stages) != num_layers or pp not in (1, len(stages)):
+    stages = [count("stages", word, MAX_LAYERS) if word != "0" else 0 for word in text.split("+")]
+    if sum(stages) != num_layers or pp not in (1, len(stages)):
         raise CallerError(f"stages do not hold the layers: got={text!r}, pp={pp}, layers={num_layers}")
     return stages
 
@@ -107,9 +114,3 @@ def _is_yes(name: str, text: str) -> bool:
     if text not in ("yes", "no"):
         raise CallerError(f"{name} is neither yes nor no: got={text!r}")
     return text == "yes"
-
-
-def _count(name: str, text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise CallerError(f"{name} is not a positive number: got={text!r}")
-    return int(text)
