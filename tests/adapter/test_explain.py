@@ -132,8 +132,19 @@ SHAPES = st.builds(
     st.lists(OPTIONS, max_size=3),
 )
 USUAL = st.sampled_from(["tp1", "tp4pp2", "tp3,block=64", "tp2cp2,cut=round_robin", "tp8dp2"])
-FIELDS = ["num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "sliding_window",
-          "layer_types", "kv_lora_rank", "qk_rope_head_dim", "text_config", "torch_dtype"]  # fmt: skip
+FIELDS = [
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_size",
+    "sliding_window",
+    "layer_types",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "text_config",
+    "torch_dtype",
+]
 VALUES = st.sampled_from([1, 4, 8, 0, -1, 10**30, 1.5, "8", "bfloat16", True, None, [], ["sliding_attention"], {}])
 WRITTEN = st.dictionaries(st.sampled_from(FIELDS), VALUES) | VALUES
 
@@ -147,7 +158,7 @@ def test_whatever_is_written_is_explained_or_refused(tmp_path, sender, receiver,
         usual = {"num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 8}
         (tmp_path / "config.json").write_text(json.dumps(usual | written if isinstance(written, dict) else written))
         model = str(tmp_path)
-    words = ["--from", sender, "--to", receiver, "--model", model, f"--tokens={num_tokens}", f"--held={num_held}"]
+    words = [f"--from={sender}", f"--to={receiver}", f"--model={model}", f"--tokens={num_tokens}", f"--held={num_held}"]
     assert main(words) in (0, 1, 2)
 
 

@@ -47,7 +47,7 @@ GROUPS: Final[dict[str, dict[str, str]]] = {
         "From blocks to bytes and back": "pools request_blocks formatter/ copies gate checksum",
         "Memory that the wire may touch": "regions staging",
         "Agents, which move it": "agent/",
-        "Reading blocks where they lie": "direct/ in_place/",
+        "Reading blocks where they lie": "direct/ in_place/ publisher",
         "Threads, and who watches them": "core room resident reactor mover lanes timers threads pulse health faults",
         "Which way pays": "thresholds host",
         "What was moved": "reports history tally status profiling prometheus",
