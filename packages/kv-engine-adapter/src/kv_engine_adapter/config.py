@@ -18,8 +18,8 @@ from kv_engine_adapter.known_peers import LOOPBACK, KnownPeers
 from kv_engine_adapter.tier_config import TierConfig
 from kv_transfer.config import TransferConfig
 
-IDLE_WAIT_S: Final = 0.001
-"""As long as vLLM itself pauses after such a step."""
+IDLE_WAIT_S: Final = 0.002
+"""Longer than a load of a short prompt takes to be queued, and twice what vLLM itself pauses after such a step."""
 MAX_IDLE_WAIT_S: Final = 0.1
 """A new request may wait as long."""
 

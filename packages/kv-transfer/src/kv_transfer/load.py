@@ -162,6 +162,11 @@ class ReceiveSession:
     def num_bytes(self) -> int:
         return sum(chunk.num_bytes for chunk in self.chunks)
 
+    def is_told(self, now: float) -> None:
+        """It is known that what it wants is there."""
+        if self.marks.ready is None:
+            self.load.stamps.ready = self.marks.ready = now
+
     def begins_to_move(self, now: float) -> None:
         """Memory for the first chunk is granted, or the read begins."""
         if self.marks.granted is None:

@@ -8,7 +8,7 @@ Law: memory is granted only after Ready. A session that ends with memory granted
 
 import logging
 from functools import partial
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
@@ -50,6 +50,8 @@ from kv_transfer.room import Room
 from kv_transfer.staging import Arena
 
 logger = logging.getLogger(__name__)
+
+ASK_LATER_S: Final = 0.0005
 
 
 class SessionListener(Protocol):
@@ -131,7 +133,7 @@ class Receiver:
             self._fail_load(session, f"{peer} plans otherwise in (chunks, bytes): ours={ours}, theirs={theirs}")
             return
         if session.state is Receiving.ASKING:
-            self._is_told(session)
+            session.is_told(self._room.timers.clock())
         session.hears(ready)
         self._on(session, ReceiveEvent.READY)
 
@@ -180,10 +182,8 @@ class Receiver:
         self.mappings.release(peer)
 
     def wants(self, peer: Peer) -> bool:
-        """Whether a session with this peer is open (with regions in quarantine it is), or its caches are mapped.
-
-        Why those: a dead peer's memory stays taken until we close the mapping, so its death must be noticed.
-        """
+        """Whether a session with this peer is open (with regions in quarantine it is), or its caches are mapped."""
+        # Why those: a dead peer's memory stays taken until we close the mapping, so its death must be noticed.
         return peer.mapping is not None or self._is_used(peer)
 
     # -- news of chunks (arrivals.ArrivalListener) -------------------------------------------------------------------
@@ -279,24 +279,29 @@ class Receiver:
 
     def _greeted(self, session: ReceiveSession) -> None:
         """The peer can be asked; the first time only once it is known how it will be read."""
-        if session.state is not Receiving.WAITING:
-            self._on(session, ReceiveEvent.INTRODUCED)
+        if session.state is not Receiving.WAITING or session.is_read:
+            self._introduced(session)
         elif not session.peer.is_path_known:
             self.mappings.settle(session.peer)
         else:
             session.path, session.path_why = self.reads.path_of(session)
             session.ask = msgspec.structs.replace(session.ask, direct=session.path is not Path.STAGED)
-            self._on(session, ReceiveEvent.INTRODUCED)
-            if self.reads.finds(session):
-                # The Ask that holds the offer for us is on its way; its answer need not be waited for.
-                self._is_told(session)
-                session.is_read = True
-                self.reads.begin(session)
+            if not self.reads.finds(session):
+                self._introduced(session)
+                return
+            session.is_told(self._room.timers.clock())
+            session.is_read = True
+            self.reads.begin(session)
+            # The Ask that holds the offer for us, a little later: saying it takes the interpreter from the read.
+            self._room.timers.after(ASK_LATER_S, partial(self._ask, session))
 
-    def _is_told(self, session: ReceiveSession) -> None:
-        """What the session wants is there."""
-        if session.marks.ready is None:
-            session.load.stamps.ready = session.marks.ready = self._room.timers.clock()
+    def _ask(self, session: ReceiveSession) -> None:
+        if session.state is Receiving.WAITING:
+            self._introduced(session)
+
+    def _introduced(self, session: ReceiveSession) -> None:
+        self._on(session, ReceiveEvent.INTRODUCED)
+        self.chunk_scattered(session)
 
     def _path_known(self, peer: Peer) -> None:
         for session in self._with(peer):
