@@ -67,7 +67,10 @@ def test_a_pair_whose_elements_are_converted(capsys):
     assert "elements: bfloat16 on the wire, converted to float8_e4m3fn by the receiver; never read where they" in page
     assert "float8_e4m3fn (scale 0.5, 0.25)" in page
     assert f"1,024 tokens: {1024 * TOKEN_BYTES:,} bytes" in page, "of the sender's elements"
-    assert "elements:" not in explain(capsys, "tp2,convert=yes", "tp1,convert=yes")[1]
+    assert "path: staged (gather, one write a chunk, scatter); one" in page
+    alike = explain(capsys, "tp2,convert=yes", "tp1,convert=yes")[1]
+    assert "elements:" not in alike
+    assert "scatter), or direct (one kernel reads the sender's blocks) between GPUs of one host; one run" in alike
 
 
 def test_a_pair_of_which_one_side_alone_would_convert(capsys):

@@ -169,7 +169,10 @@ def _sums(pair: Pair) -> Iterator[str]:
             f"elements: {pair.sender.dtype} on the wire, converted to {pair.receiver.dtype} by the receiver; "
             "never read where they lie"
         )
-    yield f"path: staged (gather, one write a chunk, scatter); one run in memory is {_run_bytes(pair):,} bytes"
+        direct = ""
+    else:
+        direct = ", or direct (one kernel reads the sender's blocks) between GPUs of one host"
+    yield f"path: staged (gather, one write a chunk, scatter){direct}; one run in memory is {_run_bytes(pair):,} bytes"
 
 
 def _run_bytes(pair: Pair) -> int:
