@@ -72,7 +72,7 @@ class Stem:
         command = engine_arguments(config, port)
         words = command[command.index(SERVER) :]
         environment = {**engine_environment(config), **environment_of(self.vllm)}
-        return Engine(config, f"http://{HOST}:{port}", Program(self.guard, self._fork(words, environment, log), log))
+        return Engine(config, f"http://{HOST}:{port}", self.guard.adopted(self._fork(words, environment, log), log))
 
     def _fork(self, words: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
         wait_for(lambda: self.door.exists() or self._has_ended(), IMPORTED_S, "a stem to import vLLM")

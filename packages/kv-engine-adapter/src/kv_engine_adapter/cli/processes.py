@@ -103,7 +103,18 @@ class ProcessGuard:
             answer = self._answer()
         if "started" not in answer:
             raise ProgramError(f"cannot start {argv[0]}: {answer['refused']}")
+        # Linux gives out process ids again: what ended under this one before was another program.
+        self._ended.pop(answer["started"], None)
         return Program(self, answer["started"], log)
+
+    def adopted(self, pid: int, log: Path) -> Program:
+        """The program that runs under this process id: the leader of a session, orphaned by a program of ours."""
+        with self._lock:
+            for message in self._messages(timeout_s=0):
+                self._note(message)
+            if guard.members(pid):
+                self._ended.pop(pid, None)
+        return Program(self, pid, log)
 
     def exit_code(self, pid: int) -> int | None:
         """How the program with this process id ended; `None` while it runs."""
