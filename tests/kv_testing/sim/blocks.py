@@ -69,7 +69,9 @@ class SimCopier:
         self, chunk: Chunk, tables: BlockTables, staged: memoryview, *, checksum: bool
     ) -> Callable[[], int | None]:
         def run() -> int | None:
-            computed = self.num_computed.get(self.places.slot_of(tables))
+            slot = self.places.slot_of(tables)
+            check(slot >= 0, "tokens are read before they were said to be computed, and where:", chunk)
+            computed = self.num_computed.get(slot)
             check(computed is not None, "blocks are read after their request was reported as sent")
             check(chunk.tokens.stop <= (computed or 0), "tokens are read before they were said to be computed:", chunk)
             staged[:] = self.elements[self._where(chunk, tables.by_group)].tobytes()
