@@ -91,8 +91,7 @@ class Sender:
         self, request_id: RequestId, num_computed: int, by_group: Tables, filled: "torch.cuda.Event | None"
     ) -> None:
         """More of a growing offer may be served."""
-        held = self.offers.get(request_id)
-        if held is not None:
+        if (held := self.offers.get(request_id)) is not None:
             waiting = [session for session in self._serving(held) if session.lack]
             held.growth.advance(num_computed, by_group, filled)
             for session in waiting:
@@ -106,10 +105,7 @@ class Sender:
             self._on_sent(request_id)
 
     def abandon(self, request_id: RequestId, reason: str, *, comes_again: bool = False) -> None:
-        """A growing offer ends without its prompt, and with it whoever is served from it and finds no equal one.
-
-        Who asks from now on may wait if it comes again.
-        """
+        """A growing offer ends without its prompt, and with it whoever is served from it and finds no equal one."""
         held = self.offers.abandon(request_id, reason, self._room.timers.clock(), comes_again=comes_again)
         if held is not None:
             for session in self._serving(held):

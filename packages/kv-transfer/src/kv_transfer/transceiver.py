@@ -190,8 +190,7 @@ class Transceiver:
 
         Called before the engine uses the blocks for anything else: what is read from now on is not believed, and who is
         served from the offer fails for this reason. The request may be offered anew; a settlement of this offer that
-        comes before that means nothing. With `comes_again` whoever asks meanwhile waits for that, until its deadline
-        or until that settlement; without, it is told the reason.
+        comes before that means nothing. With `comes_again` who asks meanwhile waits for that, or for that settlement.
         """
         self._offering.abandon(request_id, reason, comes_again=comes_again)
 
