@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from kv_testing.answers import Question, ask, ask_by_hand
-from kv_testing.servers import IS_OURS, TOKENS_PER_BLOCK
-from kv_testing.servers_hooks import bytes_received
+from kv_testing.answers import Question, ask
+from kv_testing.handed_over import moved_bytes
+from kv_testing.servers import TOKENS_PER_BLOCK
 
 ENGINES = ("P1", "D1")
 pytestmark = [pytest.mark.vllm, pytest.mark.nixl, pytest.mark.timeout(900)]
@@ -22,7 +22,7 @@ BYTES_PER_TOKEN = 4 * 2 * 4 * 32 * 4
 @pytest.mark.parametrize("num_tokens", LENGTHS)
 def test_every_length_is_answered_right(fleet, run, tally, fresh_prompt, pair, num_tokens):
     question = Question((fresh_prompt(num_tokens),))
-    moved = _moved(fleet, pair, run, tally, question)
+    moved = moved_bytes(fleet, pair, run, tally, question, "P1")
     # The last prompt token is always computed where the answer is, since its logits are wanted.
     assert moved == (num_tokens - 1) * BYTES_PER_TOKEN
 
@@ -32,14 +32,14 @@ def test_only_what_the_decode_engine_lacks_travels(fleet, run, tally, fresh_prom
     prompt = fresh_prompt(5 * BLOCK + 7)
     known = 2 * BLOCK
     run(lambda client: ask(client, fleet.engine(pair[1]).url, Question((prompt[: known + 1],))))
-    moved = _moved(fleet, pair, run, tally, Question((prompt,)))
+    moved = moved_bytes(fleet, pair, run, tally, Question((prompt,)), "P1")
     assert moved == (len(prompt) - 1 - known) * BYTES_PER_TOKEN
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_three_samples_of_one_prompt(fleet, run, tally, fresh_prompt, pair):
     prompt = fresh_prompt(2 * BLOCK + 5)
-    moved = _moved(fleet, pair, run, tally, Question((prompt,), num_children=3))
+    moved = moved_bytes(fleet, pair, run, tally, Question((prompt,), num_children=3), "P1")
     # One load serves all three: the others find its full blocks, and fetch or compute the rest.
     assert (len(prompt) - 1) * BYTES_PER_TOKEN <= moved < 2 * len(prompt) * BYTES_PER_TOKEN
 
@@ -47,12 +47,12 @@ def test_three_samples_of_one_prompt(fleet, run, tally, fresh_prompt, pair):
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_several_prompts_in_one_call(fleet, run, tally, fresh_prompt, pair):
     prompts = tuple(fresh_prompt(num_tokens) for num_tokens in (70, 1, 3 * BLOCK, 45))
-    moved = _moved(fleet, pair, run, tally, Question(prompts))
+    moved = moved_bytes(fleet, pair, run, tally, Question(prompts), "P1")
     assert moved == sum(len(prompt) - 1 for prompt in prompts) * BYTES_PER_TOKEN
 
 
 def test_the_bytes_take_the_transport_that_was_named(fleet, run, tally, fresh_prompt):
-    _moved(fleet, ("P1", "D1"), run, tally, Question((fresh_prompt(BLOCK),)))
+    moved_bytes(fleet, ("P1", "D1"), run, tally, Question((fresh_prompt(BLOCK),)), "P1")
     log = fleet.engine("D1").program.log.read_text()
     # UCX names what two workers of one host talk through: "intra-node cfg#1 ... am(tcp/lo cma/memory) ..."
     ways = set(re.findall(r"(\w+)/(?:memory|lo|eth\d+)", " ".join(re.findall(r"intra-node cfg#.*", log))))
@@ -62,17 +62,5 @@ def test_the_bytes_take_the_transport_that_was_named(fleet, run, tally, fresh_pr
 
 def test_the_same_prompt_again_moves_nothing_new(fleet, run, tally, fresh_prompt):
     question = Question((fresh_prompt(3 * BLOCK + 1),))
-    _moved(fleet, ("P1", "D1"), run, tally, question)
-    assert _moved(fleet, ("P1", "D1"), run, tally, question) == 0
-
-
-def _moved(fleet, pair, run, tally, question):
-    """Judge one hand-over; the bytes it moved, as the decode engine counts them."""
-    prefill, decode = (fleet.engine(name) for name in pair)
-    before = bytes_received(decode)
-    answers = run(lambda client: ask_by_hand(client, prefill.url, decode.url, question))
-    alone = run(lambda client: ask(client, fleet.engine("P1").url, question))
-    tally.demand_right(answers, alone)
-    if not IS_OURS:
-        pytest.skip("answers are right; bytes are only counted by our connector")
-    return bytes_received(decode) - before
+    moved_bytes(fleet, ("P1", "D1"), run, tally, question, "P1")
+    assert moved_bytes(fleet, ("P1", "D1"), run, tally, question, "P1") == 0

@@ -17,6 +17,7 @@ from kv_testing.answers import (
     largest_move,
     prefill_only,
 )
+from kv_testing.handed_over import moved_bytes
 from kv_testing.servers import DEADLINE_S, IS_OURS, TOKENS_PER_BLOCK, running_fleet, wait_until
 from kv_testing.servers_hooks import KEY, VALUE, bytes_received, corrupt_block, open_things
 
@@ -82,7 +83,7 @@ def _bytes_from(shape, starts, stop):
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join, scope="module")
 @pytest.mark.parametrize("num_tokens", LENGTHS)
 def test_every_length_is_answered_right(fleet, run, tally, fresh_prompt, pair, num_tokens):
-    moved = _moved(fleet, pair, run, tally, Question((fresh_prompt(num_tokens),)))
+    moved = moved_bytes(fleet, pair, run, tally, Question((fresh_prompt(num_tokens),)))
     assert moved == num_bytes(pair, num_tokens)
 
 
@@ -91,14 +92,14 @@ def test_every_length_is_answered_right(fleet, run, tally, fresh_prompt, pair, n
 def test_only_what_the_decode_engine_lacks_travels(fleet, run, tally, fresh_prompt, pair, known):
     prompt = fresh_prompt(6 * BLOCK + 9)
     run(lambda client: ask(client, fleet.engine(pair[1]).url, Question((prompt[: known + 1],))))
-    assert _moved(fleet, pair, run, tally, Question((prompt,))) == num_bytes(pair, len(prompt), known)
+    assert moved_bytes(fleet, pair, run, tally, Question((prompt,))) == num_bytes(pair, len(prompt), known)
 
 
 @pytest.mark.parametrize("num_tokens", [6 * BLOCK + 9, WINDOW + 3 * BLOCK - 1])
 def test_what_was_received_serves_as_a_prefix(fleet, run, tally, fresh_prompt, num_tokens):
     """The first block of a window is received whole, though the prompt it came for saw only its end."""
     pair, prompt = ("HP1", "HD1"), fresh_prompt(num_tokens)
-    _moved(fleet, pair, run, tally, Question((prompt,)))
+    moved_bytes(fleet, pair, run, tally, Question((prompt,)))
     for shared in range(len(prompt) // BLOCK * BLOCK, len(prompt) - WINDOW, -BLOCK):
         question = Question(((*prompt[:shared], *fresh_prompt(7)),))
         answers = run(lambda client, asked=question: ask(client, fleet.engine("HD1").url, asked))
@@ -145,7 +146,7 @@ def test_a_load_that_fails_is_computed_by_a_model_of_several_groups(fleet, run, 
 
 
 def test_nothing_stays_open(fleet, run, tally, fresh_prompt):
-    _moved(fleet, ("HP1", "HD1"), run, tally, Question((fresh_prompt(5 * BLOCK),)))
+    moved_bytes(fleet, ("HP1", "HD1"), run, tally, Question((fresh_prompt(5 * BLOCK),)))
     left = {}
 
     def is_quiet():
@@ -153,12 +154,3 @@ def test_nothing_stays_open(fleet, run, tally, fresh_prompt):
         return not any(left.values())
 
     assert wait_until(is_quiet, timeout_s=DEADLINE_S) < DEADLINE_S, left
-
-
-def _moved(fleet, pair, run, tally, question):
-    """Judge one hand-over; the bytes it moved, as the decode engine counts them."""
-    prefill, decode = (fleet.engine(name) for name in pair)
-    before = bytes_received(decode)
-    answers = run(lambda client: ask_by_hand(client, prefill.url, decode.url, question))
-    tally.demand_right(answers, run(lambda client: ask(client, prefill.url, question)))
-    return bytes_received(decode) - before

@@ -7,8 +7,9 @@ import httpx
 import pytest
 
 from kv_testing.answers import Question, ask, ask_by_hand, largest_move
+from kv_testing.handed_over import moved_bytes
 from kv_testing.servers import IS_OURS, OLDER, TOKENS_PER_BLOCK, running_fleet
-from kv_testing.servers_hooks import KEY, VALUE, bytes_received, corrupt_block
+from kv_testing.servers_hooks import KEY, VALUE, corrupt_block
 
 pytestmark = [
     pytest.mark.vllm,
@@ -41,14 +42,17 @@ def test_the_engines_run_what_they_are_meant_to(fleet, pair):
 @PAIRS
 @pytest.mark.parametrize("num_tokens", [1, BLOCK, 5 * BLOCK + 7])
 def test_every_length_is_answered_right(fleet, run, tally, fresh_prompt, pair, num_tokens):
-    assert _moved(fleet, pair, run, tally, Question((fresh_prompt(num_tokens),))) == (num_tokens - 1) * BYTES_PER_TOKEN
+    assert (
+        moved_bytes(fleet, pair, run, tally, Question((fresh_prompt(num_tokens),)))
+        == (num_tokens - 1) * BYTES_PER_TOKEN
+    )
 
 
 @PAIRS
 def test_only_what_the_decode_engine_lacks_travels(fleet, run, tally, fresh_prompt, pair):
     prompt, known = fresh_prompt(5 * BLOCK + 7), 2 * BLOCK
     run(lambda client: ask(client, fleet.engine(pair[1]).url, Question((prompt[: known + 1],))))
-    assert _moved(fleet, pair, run, tally, Question((prompt,))) == (len(prompt) - 1 - known) * BYTES_PER_TOKEN
+    assert moved_bytes(fleet, pair, run, tally, Question((prompt,))) == (len(prompt) - 1 - known) * BYTES_PER_TOKEN
 
 
 @PAIRS
@@ -63,12 +67,3 @@ def test_a_spoilt_block_is_heard(fleet, run, fresh_prompt, pair, plane):
         (alone,) = run(lambda client, asked=question: ask(client, prefill, asked))
         moves[block] = largest_move(answer, alone)
     assert all(move > NOTICEABLE for move in moves.values()), moves
-
-
-def _moved(fleet, pair, run, tally, question):
-    """Judge one hand-over; the bytes it moved, as the decode engine counts them."""
-    prefill, decode = (fleet.engine(name) for name in pair)
-    before = bytes_received(decode)
-    answers = run(lambda client: ask_by_hand(client, prefill.url, decode.url, question))
-    tally.demand_right(answers, run(lambda client: ask(client, prefill.url, question)))
-    return bytes_received(decode) - before

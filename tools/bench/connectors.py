@@ -15,16 +15,14 @@ one token from the other.
 
 import argparse
 import asyncio
-import json
 import random
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Final
 
 import httpx
@@ -32,6 +30,7 @@ import httpx
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a script
 
 from model.make_tiny import make_tiny
+from turns import Figures, prompt, tell
 
 from kv_engine_adapter.cli.engines import Engine, EngineConfig, start_engine, wait_ready
 from kv_engine_adapter.cli.processes import ProcessGuard
@@ -48,9 +47,6 @@ WANTS_HAND_OVER: Final = {
 }
 START_S, CALL_S = 480.0, 120.0
 NUM_ANSWER_TOKENS = 8
-
-Figures = dict[str, float]
-"""What one turn measured, by what: seconds, and calls a second."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,8 @@ def main() -> None:
     with ProcessGuard() as guard, tempfile.TemporaryDirectory(prefix="kvferry-bench-") as logs:
         arms = started(guard, Path(logs))
         turns = asyncio.run(measured(arms, options))
-    tell(turns, options)
+    claim = "hand-over between vLLM servers on a CPU, against NixlConnector"
+    tell(claim, turns, CONNECTORS, better, RESULTS, at_once=options.at_once)
 
 
 def started(guard: ProcessGuard, logs: Path) -> dict[str, Arm]:
@@ -125,41 +122,6 @@ async def turn(client: httpx.AsyncClient, arm: Arm, options: argparse.Namespace,
     await asyncio.gather(*(arm.call(client, each, NUM_ANSWER_TOKENS) for each in prompts))
     figures["calls a second"] = round(options.at_once / (time.perf_counter() - began), 3)
     return figures
-
-
-def prompt(dice: random.Random, num_tokens: int) -> list[int]:
-    return [dice.randrange(16, 500) for _ in range(num_tokens)]
-
-
-def tell(pairs: Sequence[Mapping[str, Figures]], options: argparse.Namespace) -> None:
-    """The table, and the line that is kept."""
-    ours, theirs = (
-        {what: median(pair[name][what] for pair in pairs) for what in pairs[0][name]} for name in CONNECTORS
-    )
-    ratios, spreads = Figures(), Figures()
-    for what in ours:
-        of_pairs = [better(what, *(pair[name][what] for name in CONNECTORS)) for pair in pairs]
-        low, _, high = quantiles(of_pairs, n=4)
-        ratios[what], spreads[what] = round(median(of_pairs), 3), round((high - low) / 2, 3)
-        print(f"{what:22} ours {ours[what]:8.3f}  theirs {theirs[what]:8.3f}  ratio {ratios[what]} +- {spreads[what]}")
-    worst = min(ratios, key=ratios.__getitem__)
-    line = {
-        "claim": "hand-over between vLLM servers on a CPU, against NixlConnector",
-        "ours": ours,
-        "theirs": theirs,
-        "ratio": ratios[worst],
-        "spread": spreads[worst],
-        "ratios": ratios,
-        "spreads": spreads,
-        "pairs": len(pairs),
-        "at_once": options.at_once,
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-        ).stdout.strip(),
-    }
-    with RESULTS.open("a") as file:
-        file.write(json.dumps(line) + "\n")
-    print(json.dumps(line))
 
 
 def better(what: str, ours: float, theirs: float) -> float:

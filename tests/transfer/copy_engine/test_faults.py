@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from kv_core.tiers import CopyLog, Place, Tier
-from kv_testing.block_memory import WINDOWS, Memory, content_of, full_pools, plain_shapes
-from kv_transfer.copy_engine import CopyEngine
+from kv_core.tiers import Place, Tier
+from kv_testing.block_memory import WINDOWS, content_of, full_pools, plain_shapes
+from kv_testing.copy_bench import CopyBench
 from kv_transfer.file_mover import FileCalls, PlainFiles
 from kv_transfer.process_directory import ProcessDirectory
 from kv_transfer.slot_files import SlotFiles
@@ -20,30 +20,13 @@ from kv_transfer.slot_files import SlotFiles
 DEVICE, HOST, DISK = (lambda slot, tier=tier: Place(8, tier, slot) for tier in Tier)
 
 
-class Bench:
-    """Pools, an engine and a log over a disk whose calls a test may spoil."""
+class Bench(CopyBench):
+    """Over a disk whose calls a test may spoil."""
 
     def __init__(self, directory, num_workers=0):
         self.write, self.read_into = os.write, FileCalls().read_into
         calls = FileCalls(lambda *call: self.write(*call), lambda *call: self.read_into(*call))
-        self.pools = full_pools(plain_shapes(), directory, mover=PlainFiles(calls))
-        self.memory = Memory(self.pools)
-        self.engine = CopyEngine(self.pools, num_workers=num_workers)
-        self.log = CopyLog()
-
-    def run(self, *copies):
-        for source, destination in copies:
-            self.log.copy(source, destination, 4)
-        orders = self.log.take()
-        self.engine.submit(orders)
-        progress = self.engine.wait(30)
-        assert progress.below == orders[-1].order_id + 1, "an order that fails has ended as well"
-        failed = {miss.order for miss in progress.misses}
-        for order in orders:
-            if order not in failed:
-                self.memory.apply(order)
-        self.log.done(progress.below)
-        return progress
+        super().__init__(full_pools(plain_shapes(), directory, mover=PlainFiles(calls)), num_workers)
 
     def paths(self, slot):
         return [pool.disk.path_of(slot) for pool in self.pools.windows[8].pools]

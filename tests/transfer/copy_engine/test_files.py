@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kv_core.tiers import CopyLog, Place, Tier
-from kv_testing.block_memory import WINDOWS, Memory, full_pools, plain_shapes
-from kv_transfer.copy_engine import CopyEngine, CopyTotals
+from kv_core.tiers import Place, Tier
+from kv_testing.block_memory import WINDOWS, full_pools, plain_shapes
+from kv_testing.copy_bench import CopyBench
+from kv_transfer.copy_engine import CopyTotals
 from kv_transfer.process_directory import ProcessDirectory
 from kv_transfer.slot_files import Corrupt, SlotFiles, Sums
 
@@ -180,27 +181,11 @@ def test_threads_move_different_files_at_once(files):
     assert max(most) <= before + 4 + 1, "one file for each thread, and the folder that counts them"
 
 
-class Bench:
-    """Pools, an engine with two workers and a log over one mover."""
+class Bench(CopyBench):
+    """With two workers, over one mover."""
 
     def __init__(self, directory, mover):
-        self.pools = full_pools(plain_shapes(), directory, mover=mover)
-        self.memory = Memory(self.pools)
-        self.engine = CopyEngine(self.pools, num_workers=2)
-        self.log = CopyLog()
-
-    def run(self, *copies):
-        for source, destination in copies:
-            self.log.copy(source, destination, 4)
-        orders = self.log.take()
-        self.engine.submit(orders)
-        progress = self.engine.wait(30)
-        failed = {miss.order for miss in progress.misses}
-        for order in orders:
-            if order not in failed:
-                self.memory.apply(order)
-        self.log.done(progress.below)
-        return progress
+        super().__init__(full_pools(plain_shapes(), directory, mover=mover), num_workers=2)
 
     def path(self, slot, pool=0):
         return self.pools.windows[8].pools[pool].disk.path_of(slot)

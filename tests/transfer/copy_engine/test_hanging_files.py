@@ -8,12 +8,12 @@ import threading
 import pytest
 import torch
 
-from kv_core.tiers import CopyLog, Place, Tier
-from kv_testing.block_memory import Memory, full_pools, plain_shapes
+from kv_core.tiers import Place, Tier
+from kv_testing.block_memory import full_pools, plain_shapes
+from kv_testing.copy_bench import CopyBench
 from kv_testing.hangs import planted
 from kv_testing.impatience import PATIENT_S, SOON_S, Soon, impatient
 from kv_testing.waiting import wait_for
-from kv_transfer.copy_engine import CopyEngine
 from kv_transfer.file_mover import FileCalls, Hung, NotAsked, PlainFiles
 from kv_transfer.file_threads import FileThreads
 from kv_transfer.process_directory import ProcessDirectory
@@ -183,30 +183,18 @@ def test_a_file_whose_opening_hangs_is_given_up(disk, threads):
 # -- the engine ------------------------------------------------------------------------------------------------------
 
 
-class Bench:
-    """Pools, an engine and a log over a disk that may hang."""
+class Bench(CopyBench):
+    """Over a disk that may hang."""
 
     def __init__(self, directory, num_workers):
         self.write, self.read_into = os.write, FileCalls().read_into
         calls = FileCalls(lambda *call: self.write(*call), lambda *call: self.read_into(*call))
-        self.pools = full_pools(plain_shapes(), directory, mover=PlainFiles(calls), file_limit_s=PATIENT_S)
-        self.memory = Memory(self.pools)
-        self.engine = CopyEngine(self.pools, num_workers=num_workers)
-        self.log = CopyLog()
+        pools = full_pools(plain_shapes(), directory, mover=PlainFiles(calls), file_limit_s=PATIENT_S)
+        super().__init__(pools, num_workers, SOON_S)
 
     def run(self, *copies):
-        for source, destination in copies:
-            self.log.copy(source, destination, 4)
-        orders = self.log.take()
         with Soon():
-            self.engine.submit(orders)
-            progress = self.engine.wait(SOON_S)
-        failed = {miss.order for miss in progress.misses}
-        for order in orders:
-            if order not in failed:
-                self.memory.apply(order)
-        self.log.done(progress.below)
-        return progress
+            return super().run(*copies)
 
     @property
     def threads(self):

@@ -50,6 +50,32 @@ def test_an_owner_that_says_nothing_more_is_read_all_the_same(doors, theirs, our
         p.check_clean()
 
 
+def test_a_peer_that_is_introduced_again_is_read_once_and_asked(doors, monkeypatch):
+    """Its Ask was to come a little later; an introduction in between says it now."""
+    monkeypatch.setattr("kv_transfer.receiver.ASK_LATER_S", 3600.0)
+    with pair(direct=doors.door) as (p, d, _):
+        hand_over(p, d, name="first")
+        receiver, num_reads = d.cores[0].loads.receiver, []
+
+        def introduce():
+            num_reads.append(1)
+            assert p.cores[0].sender.num_sessions == 0, "asked before it was introduced again"
+            (peer,) = d.cores[0].peers._peers.values()
+            for _ in range(2):
+                d.ranks[0]._reactor.post(lambda: receiver.peer_introduced(peer))
+            wait_for(lambda: p.cores[0].sender.num_sessions == 1, what="the Ask")
+
+        transfer = p.offer(request_id="p1")
+        wait_for(lambda: len(book_of(p)) == 1, what="a told offer")
+        reads(monkeypatch, introduce)
+        d.order(p, transfer)
+        assert d.outcome(others=[p]).ok
+        assert (len(num_reads), d.misplaced()) == (1, 0)
+        d.release(p, transfer)
+        d.check_clean()
+        p.check_clean()
+
+
 def let_go_unheard(p, faults):
     """The offer ends, its blocks are used again, and no Ask came to hold them."""
     p.withdraw()
