@@ -52,9 +52,10 @@ def test_an_owner_that_says_nothing_more_is_read_all_the_same(doors, theirs, our
 
 def test_a_peer_that_is_introduced_again_is_read_once_and_asked(doors, monkeypatch):
     """Its Ask was to come a little later; an introduction in between says it now."""
-    monkeypatch.setattr("kv_transfer.receiver.ASK_LATER_S", 3600.0)
     with pair(direct=doors.door) as (p, d, _):
         hand_over(p, d, name="first")
+        # Not before: if the first offer is told by the time it is ordered, its Ask too would never come.
+        monkeypatch.setattr("kv_transfer.receiver.ASK_LATER_S", 3600.0)
         receiver, num_reads = d.cores[0].loads.receiver, []
 
         def introduce():
