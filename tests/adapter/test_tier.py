@@ -1,6 +1,7 @@
 """The scheduler side of the tiers: what is kept, found, loaded, and who waits for what."""
 
 import os
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -152,6 +153,42 @@ def test_what_nobody_may_share_is_not_kept(clock):
     assert tiers.num_tokens(request("d", 101, salt="s"), 0) == 100
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("begins_anew", [False, True])
+def test_what_was_computed_before_a_reset_is_not_kept_after_it(clock, elsewhere, begins_anew):
+    """A request goes on, or has been preempted meanwhile; `elsewhere`: its prompt is from a peer."""
+    tiers, long = make(clock), request("a", 101)
+
+    def begin():
+        tiers.forget(long.request_id) if elsewhere else tiers.num_tokens(long, 0)
+        tiers.allocated(long.request_id, table(101), 0)
+
+    begin()
+    tiers.reset()
+    if begins_anew:
+        begin()
+    job = tiers.finished(long, 100, table(100))
+    assert (job is not None) == begins_anew
+    answer(tiers, *[(order.job, 100) for order in tiers.take_orders().jobs])
+    assert tiers.num_tokens(request("b", 101), 0) == (100 if begins_anew else 0)
+    tiers.finished(request("c", 101), 100, table(100))
+    tiers.check()
+
+
+def test_a_preempted_request_finds_what_it_has_said_itself_and_nothing_is_kept_of_one_that_goes_while_it_loads(clock):
+    """Beyond its prompt, so that an engine that counts what is being loaded as computed has more than a prompt."""
+    tiers = make(clock)
+    save(tiers, request("twin", 141, num_prompt=100))
+    resumed = request("a", 120, num_prompt=100)
+    assert tiers.num_tokens(resumed, 0) == 119
+    assert tiers.allocated(resumed.request_id, table(120), 119)
+    assert tiers.finished(resumed, 119, table(120)) is None
+    (load,) = tiers.take_orders().jobs
+    answer(tiers, (load.job, 119))
+    tiers.loads_over([resumed.request_id])
+    tiers.check()
+
+
 def test_a_request_longer_than_the_tier_is_kept_up_to_its_room(clock):
     tiers = make(clock, num_slots=3)
     job = tiers.finished(request("a", 301), 300, table(300))
@@ -254,11 +291,16 @@ def test_whatever_is_loaded_was_computed_for_that_prompt(seed):
     TierEngine(seed).play()
 
 
-def test_engines_do_load():
+def test_engines_do_load_and_are_disturbed():
     """Else the test before proves nothing."""
-    loaded = [TierEngine(seed).play() for seed in range(60)]
+    engines = [TierEngine(seed) for seed in range(60)]
+    loaded = [engine.play() for engine in engines]
     assert sum(loaded) > 1000
     assert sum(map(bool, loaded)) > 20
+    seen = sum((engine.seen for engine in engines), Counter())
+    assert seen["preemptions while something is open"] > 50, seen
+    assert seen["resets while something is open"] > 20, seen
+    assert seen["aborts while loading"] > 5, seen
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ from kv_core.token_log import packed
 from kv_engine_adapter.tier import PrefixTiers
 from kv_engine_adapter.tier_orders import Answer, FindOnDisk, Prefix, SaveBlocks, tallied
 from kv_engine_adapter.tier_terms import BreakEven, TierTerms
-from kv_testing.tier_engine import TierRequest
+from kv_testing.tier_ranks import TierRequest
 
 SIZE = 32
 """Tokens of a block."""

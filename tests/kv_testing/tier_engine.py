@@ -5,138 +5,41 @@ Law: whatever is loaded is what was computed for the very prompt; blocks of the 
      anything else; every request ends; at the end no slot is held and no block is kept; who hears the events knows what
      is found in host memory.
 
-What it does: prompts that share prefixes, chunks of a request that end anywhere, loads and saves that fail, a disk that
-is late, forgets and holds less than it says, answers of ranks in different steps, aborts, resets, priorities.
-The scheduler side is the real one. Ranks obey host jobs in order, and the disk's at any time after that.
+What it does: prompts that share prefixes, some of them on the device still, chunks of a request that end anywhere,
+loads and saves that fail, a disk that is late, forgets and holds less than it says, answers of ranks in different
+steps, preemptions, aborts at any time, resets after the weights have changed, with requests that go on or begin anew,
+priorities. The scheduler side is the real one. Ranks obey host jobs in order, and the disk's at any time after that.
 """
 
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass
 from random import Random
 
 from kv_core.ids import RequestId
-from kv_core.keys import Scope
-from kv_core.token_log import unpacked
+from kv_core.spans import Span
 from kv_engine_adapter.orders import Tables
 from kv_engine_adapter.tier import PrefixTiers
-from kv_engine_adapter.tier_events import BlockName, Medium
+from kv_engine_adapter.tier_events import Medium
 from kv_engine_adapter.tier_orders import (
-    Answer,
-    FetchFromDisk,
-    FindOnDisk,
-    Job,
     JobId,
-    LoadTokens,
-    SaveBlocks,
-    WriteToDisk,
     joined,
     tallied,
 )
 from kv_engine_adapter.tier_terms import BreakEven, TierTerms
-from kv_testing.tier_listener import Listener, named, names_in_host
+from kv_testing.tier_listener import Listener, names_in_host
+from kv_testing.tier_ranks import SIZE, Broken, TierRank, TierRequest
 
-SIZE = 4
 NUM_BLOCKS = 20
-Label = tuple[int, ...]
-"""The tokens up to and including the one that a cache entry belongs to."""
-
-
-class Broken(AssertionError):
-    """A law does not hold."""
 
 
 @dataclass(eq=False)
-class TierRequest:
-    """A request as the tiers read it."""
+class Loading:
+    """A request whose tokens of this span are loaded, as they were computed with these weights."""
 
-    request_id: RequestId
-    tokens: list[int]
-    num_prompt_tokens: int
-    arguments: dict[str, object] | None = None
-    needs_every_token: bool = False
-    why_unshared: str = ""
-    salt: str | None = None
-    blocks: list[int] = field(default_factory=list)
-    num_computed: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens)
-
-    def all_tokens(self) -> Sequence[int]:
-        return self.tokens
-
-    def scope(self) -> Scope | str:
-        return self.why_unshared or Scope(salt=self.salt)
-
-    def block_names(self, tokens_per_block: int, hashes_per_block: int) -> list[BlockName]:
-        assert hashes_per_block == 1
-        return named(self.tokens, self.salt, tokens_per_block)
-
-    def label(self, at: int) -> Label:
-        return (hash(self.salt), *self.tokens[: at + 1])
-
-
-class TierRank:
-    """One rank: its device blocks, host slots and disk, as dictionaries."""
-
-    def __init__(self, dice: Random) -> None:
-        self.dice = dice
-        self.device: dict[tuple[int, int], Label] = {}
-        self.host: dict[tuple[int, int], Label] = {}
-        self.disk: dict[Label, Label] = {}
-        self.host_jobs: deque[Job] = deque()
-        self.disk_jobs: list[FindOnDisk | FetchFromDisk | WriteToDisk] = []
-        self.received: set[RequestId] = set()
-        self.failed: set[RequestId] = set()
-
-    def obey(self, num_jobs: int) -> list[Answer]:
-        """Some of what was ordered."""
-        answers = []
-        for _ in range(num_jobs):
-            if self.host_jobs and self.dice.random() < 0.7:
-                answers += self._host(self.host_jobs.popleft())
-            elif self.disk_jobs:
-                answers.append(self._on_disk(self.disk_jobs.pop(self.dice.randrange(len(self.disk_jobs)))))
-        return answers
-
-    def _host(self, job: Job) -> list[Answer]:
-        if isinstance(job, FindOnDisk | FetchFromDisk):
-            self.disk_jobs.append(job)
-            return []
-        good = self.dice.random() < 0.95
-        first = job.tokens.start // SIZE * SIZE
-        for at in job.tokens if good else ():
-            place = job.slots[(at - first) // SIZE], at % SIZE
-            block = job.tables[0][at // SIZE], at % SIZE
-            if isinstance(job, SaveBlocks):
-                self.host[place] = self.device[block]
-            else:
-                self.device[block] = self.host[place]
-        if isinstance(job, LoadTokens):
-            self.received.add(job.request_id)
-            self.failed |= set() if good else {job.request_id}
-        elif job.write is not None and good:
-            self.disk_jobs.append(job.write)
-        num_tokens = job.tokens.stop if good else 0
-        unwritten = [Answer(job.write.job, 0)] if isinstance(job, SaveBlocks) and job.write and not good else []
-        return [Answer(job.job, num_tokens), *unwritten]
-
-    def _on_disk(self, job: FindOnDisk | FetchFromDisk | WriteToDisk) -> Answer:
-        tokens, _ = unpacked(job.prefix.packed, 4)
-        labels = [(hash(job.prefix.scope.salt), *tokens[: at + 1]) for at in range(len(tokens))]
-        num_held = next((at for at, label in enumerate(labels) if label not in self.disk), len(labels))
-        if isinstance(job, FindOnDisk):
-            return Answer(job.job, num_held)
-        if isinstance(job, WriteToDisk):
-            for at, label in enumerate(labels):
-                self.disk[label] = self.host[job.slots[at // SIZE], at % SIZE]
-            return Answer(job.job, len(labels))
-        num_read = min(num_held, job.tokens.stop) if self.dice.random() < 0.8 else job.tokens.start
-        for at in range(job.tokens.start, num_read):
-            self.host[job.slots[at // SIZE], at % SIZE] = self.disk[labels[at]]
-        return Answer(job.job, max(num_read, job.tokens.start))
+    request: TierRequest
+    tokens: Span
+    weights: int
+    is_aborted: bool = False
 
 
 class TierEngine:
@@ -145,6 +48,9 @@ class TierEngine:
     def __init__(self, seed: int) -> None:
         self.dice = dice = Random(seed)
         self.now = 0.0
+        self.weights = 0
+        self.seen: Counter[str] = Counter()
+        """What has happened, for those who want to know that it does."""
         self.ranks = [TierRank(dice) for _ in range(dice.choice((1, 2)))]
         terms = TierTerms(
             tokens_per_block=SIZE, num_slots=dice.choice((3, 8, 24)), bytes_per_token=1, max_tokens=64,
@@ -156,12 +62,13 @@ class TierEngine:
         self.free = list(range(NUM_BLOCKS))
         self.waiting: list[TierRequest] = []
         self.running: list[TierRequest] = []
-        self.loading: dict[RequestId, tuple[TierRequest, int, list[bool]]] = {}
+        self.loading: dict[RequestId, Loading] = {}
         self.leases: dict[JobId, list[int]] = {}
         self.num_requests = 0
         self.num_loaded = 0
 
     def play(self, num_steps: int = 60) -> int:
+        """How many tokens came from the tiers."""
         for _ in range(num_steps):
             self._clients()
             self._step()
@@ -187,11 +94,48 @@ class TierEngine:
                 salt=dice.choice((None, None, "salt")),
             )  # fmt: skip
             self.waiting.append(request)
-        if dice.random() < 0.02:
-            self.tiers.reset()
-        if self.waiting and dice.random() < 0.05:
-            gone = self.waiting.pop(dice.randrange(len(self.waiting)))
+        if dice.random() < 0.03:
+            self._change_weights()
+        if dice.random() < 0.08:
+            self._abort()
+        if self.running and dice.random() < 0.08:
+            self._preempt(dice.choice(self.running))
+
+    def _change_weights(self) -> None:
+        """Requests begin anew, or go on with what they have, which nobody else may get."""
+        self.weights += 1
+        if self.dice.random() < 0.5:
+            for request in list(self.running):
+                self._preempt(request)
+        self.seen["resets while something is open"] += bool(self.tiers.gauges()["tier_jobs"])
+        self.tiers.reset()
+
+    def _preempt(self, request: TierRequest) -> None:
+        """Its blocks are taken at once, and it begins anew, with what it has said already as a part of its prompt."""
+        self.running.remove(request)
+        self.free += request.blocks
+        request.blocks, request.num_computed = [], 0
+        self.waiting.insert(0, request)
+        self.seen["preemptions while something is open"] += bool(self.tiers.gauges()["tier_jobs"])
+
+    def _abort(self) -> None:
+        """Somebody who waits, computes or loads is gone; an engine counts what is being loaded as computed."""
+        alive = [*self.waiting, *self.running, *(each.request for each in self.loading.values() if not each.is_aborted)]
+        if not alive:
+            return
+        gone = self.dice.choice(alive)
+        if gone in self.running:
+            self._finish(gone)
+        elif gone in self.waiting:
+            self.waiting.remove(gone)
             self.tiers.finished(gone, 0, ((),))
+        else:
+            load = self.loading[gone.request_id]
+            load.is_aborted = True
+            self.seen["aborts while loading"] += 1
+            counted = load.tokens.stop if load.tokens.stop >= gone.num_prompt_tokens else 0
+            if self.tiers.finished(gone, counted, self._tables(gone)) is not None:
+                raise Broken("what is not there yet is kept")
 
     def _step(self, *, patient: bool = True) -> None:
         for request in list(self.waiting):
@@ -219,13 +163,14 @@ class TierEngine:
             raise Broken("told of host memory is what is found there")
 
     def _admit(self, request: TierRequest) -> None:
-        num_external = self.tiers.num_tokens(request, 0)
+        num_local = min(self.dice.choice((0, 0, 0, SIZE, 2 * SIZE)), (request.num_tokens - 1) // SIZE * SIZE)
+        num_external = self.tiers.num_tokens(request, num_local)
         if num_external is None:
             return
-        if self.tiers.num_tokens(request, 0) != num_external:
+        if self.tiers.num_tokens(request, num_local) != num_external:
             raise Broken("asked again, another answer")
-        if not 0 <= num_external < max(1, request.num_tokens):
-            raise Broken(f"more than there is: {num_external} of {request.num_tokens}")
+        if not 0 <= num_external < max(1, request.num_tokens - num_local):
+            raise Broken(f"more than there is: {num_local} and {num_external} of {request.num_tokens}")
         num_blocks = -(-(request.num_tokens + 6) // SIZE)
         if len(self.free) < num_blocks:
             return
@@ -234,8 +179,12 @@ class TierEngine:
         is_loading = self.tiers.allocated(request.request_id, self._tables(request), num_external)
         if is_loading != bool(num_external):
             raise Broken("a load is ordered exactly if something is to be loaded")
+        for at in range(num_local):
+            self._write(request, at)
+        request.num_computed = num_local
         if is_loading:
-            self.loading[request.request_id] = request, num_external, []
+            tokens = Span(num_local, num_local + num_external)
+            self.loading[request.request_id] = Loading(request, tokens, self.weights)
         else:
             self.running.append(request)
 
@@ -256,11 +205,12 @@ class TierEngine:
 
     def _write(self, request: TierRequest, at: int) -> None:
         for rank in self.ranks:
-            rank.device[request.blocks[at // SIZE], at % SIZE] = request.label(at)
+            rank.device[request.blocks[at // SIZE], at % SIZE] = (self.weights, *request.label(at))
 
     def _finish(self, request: TierRequest) -> None:
         self.running.remove(request)
-        job = self.tiers.finished(request, request.num_computed, self._tables(request))
+        num_filled = request.num_computed if request.num_computed >= request.num_prompt_tokens else 0
+        job = self.tiers.finished(request, num_filled, self._tables(request))
         if job is None:
             self.free += request.blocks
         else:
@@ -270,14 +220,23 @@ class TierEngine:
         over = [name for name in self.loading if all(name in rank.received for rank in self.ranks)]
         failed = {name for name in over if any(name in rank.failed for rank in self.ranks)}
         self.tiers.loads_over(over, failed)
+        for rank in self.ranks:
+            rank.received.difference_update(over)
+            rank.failed.difference_update(over)
         for name in over:
-            request, num_tokens, _ = self.loading.pop(name)
-            self.running.append(request)
-            if name in failed:
-                continue
-            request.num_computed = num_tokens
-            self.num_loaded += num_tokens
-            for rank in self.ranks:
-                for at in range(num_tokens):
-                    if rank.device[request.blocks[at // SIZE], at % SIZE] != request.label(at):
-                        raise Broken(f"another prompt's cache: {name}, token {at}")
+            load = self.loading.pop(name)
+            request = load.request
+            for rank in self.ranks if name not in failed else ():
+                for at in load.tokens:
+                    if rank.device[request.blocks[at // SIZE], at % SIZE] != (load.weights, *request.label(at)):
+                        raise Broken(f"another prompt's cache, or other weights': {name}, token {at}")
+            if load.is_aborted:
+                self.free += request.blocks
+            elif name in failed:
+                self.free += request.blocks
+                request.blocks, request.num_computed = [], 0
+                self.waiting.insert(0, request)
+            else:
+                request.num_computed = load.tokens.stop
+                self.num_loaded += len(load.tokens)
+                self.running.append(request)

@@ -60,11 +60,13 @@ class PrefixTiers:
         self._disk = DiskTier(terms, self.costs, self._slots, self._jobs, self.counts, clock, self._events)
         self._questions: dict[RequestId, Question] = {}
         self._wishes: dict[RequestId, RetentionConfig | None] = {}
+        self._begun: dict[RequestId, int] = {}
         self._loading: dict[RequestId, tuple[int, ...]] = {}
         self._failed: dict[RequestId, None] = {}
         self._copying: set[JobId] = set()
         self._freed: list[JobId] = []
         self._is_resetting = False
+        self._num_resets = 0
 
     # -- a prompt that arrives -----------------------------------------------------------------------------------
 
@@ -74,6 +76,7 @@ class PrefixTiers:
         Never counts the last token: the engine computes it to get its first logits. Asked again, it costs no more than
         to see that what was found is still there.
         """
+        self._begun[request.request_id] = self._num_resets
         question = None if self._is_resetting else self._question(request)
         if question is None:
             return 0
@@ -119,6 +122,7 @@ class PrefixTiers:
 
     def forget(self, request_id: RequestId) -> None:
         """It will have its tokens from elsewhere."""
+        self._begun[request_id] = self._num_resets
         self._drop(request_id)
 
     # -- a request that ends -------------------------------------------------------------------------------------
@@ -129,8 +133,9 @@ class PrefixTiers:
         retention = self._retention(request)
         del self._wishes[request.request_id]
         self._failed.pop(request.request_id, None)
+        is_stale = self._begun.pop(request.request_id, self._num_resets) != self._num_resets
         num_filled = min(num_filled, self._terms.capacity)
-        if num_filled < 1 or self._is_resetting or request.request_id in self._loading:
+        if num_filled < 1 or is_stale or self._is_resetting or request.request_id in self._loading:
             return None
         return self._save(request, num_filled, retention, tables)
 
@@ -200,9 +205,11 @@ class PrefixTiers:
     def reset(self) -> None:
         """Forget all that was kept, at once; host slots are used again when the jobs now open have ended.
 
-        What lies on disk is not found any more either: weights may have changed under an unchanged checkpoint.
+        What lies on disk is not found any more either: weights may have changed under an unchanged checkpoint. Nor is
+        what requests have computed before that go on, unless they begin anew.
         """
         self._is_resetting = True
+        self._num_resets += 1
         self._disk.disown(secrets.token_hex(16))
         self._slots.silence()
         if self._events is not None:
