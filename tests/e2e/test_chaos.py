@@ -1,6 +1,7 @@
 """Half an hour of kills, stops, restarts, lost messages and clients that leave: right answers or errors, and no more.
 
-`KVFERRY_CHAOS_MINUTES` makes it longer or shorter.
+Once between engines that hand over, and once where they keep prefixes in tiers as well, on a disk that is harmed, full,
+failing and hanging. `KVFERRY_CHAOS_MINUTES` makes it longer or shorter.
 """
 
 import asyncio
@@ -16,11 +17,13 @@ import pytest
 
 from kv_engine_adapter.cli.engines import start_router, wait_ready
 from kv_testing.answers import Question, ask, ask_by_hand
-from kv_testing.chaos import DECODES, MORTAL, PREFILLS, Chaos, Known, wrong_about
-from kv_testing.servers import DEADLINE_S, IS_OURS, LEASE_S, START_S, wait_until
+from kv_testing.chaos import Cast, Chaos, Known, wrong_about
+from kv_testing.disk_trouble import num_bytes
+from kv_testing.servers import DEADLINE_S, IS_OURS, LEASE_S, START_S, TIER_DISK_BYTES, wait_until
 from kv_testing.servers_hooks import bytes_received, open_things, usage
+from kv_testing.tier_servers import ask as ask_tiers
 
-ENGINES = ("P1", "D1")
+ENGINES = ("P1",)
 pytestmark = [
     pytest.mark.parametrize("fleet", ["shm"], indirect=True, scope="session"),
     pytest.mark.vllm,
@@ -31,20 +34,37 @@ pytestmark = [
 ]
 
 MINUTES = float(os.environ.get("KVFERRY_CHAOS_MINUTES", "30"))
-SURVIVORS = tuple(name for name in (*PREFILLS, *DECODES) if name not in MORTAL)
 NUM_QUESTIONS, LONGEST_PROMPT = 60, 400
 SETTLED_S = LEASE_S + DEADLINE_S
 MAX_GROWTH_MIB = 64.0
+TIER_COUNTERS = ("hit_tokens", "saved_tokens", "fetched_tokens", "written_tokens", "failures", "disk_errors")
 
 
 def test_every_answer_is_right_or_an_error_and_nothing_stays(fleet, run, fresh_prompt, record_property):
-    engines = [fleet.engine(name) for name in (*PREFILLS, *DECODES)]
-    router = start_router(fleet.guard, engines[:2], engines[2:], fleet.folder)
+    cast = Cast(("P1", "Q1"), ("D1", "E1"), mortal=("Q1", "E1"))
+    _survive(fleet, cast, run, fresh_prompt, record_property)
+
+
+def test_with_tiers_on_a_disk_that_fails_too(fleet, run, fresh_prompt, record_property):
+    cast = Cast(("TP1", "TQ1"), ("TD1", "TE1"), mortal=("TQ1", "TE1"), disk=fleet.disk)
+    _survive(fleet, cast, run, fresh_prompt, record_property)
+    counted = {
+        name: sum(fleet.engine(each).metrics().get(f"kvferry:tier_{name}_total", 0.0) for each in cast.survivors)
+        for name in TIER_COUNTERS
+    }
+    record_property("tiers of those that were never killed", counted)
+    assert all(counted.values()), f"something was never met: {counted}"
+
+
+def _survive(fleet, cast, run, fresh_prompt, record_property):
+    engines = [fleet.engine(name) for name in cast.names]
+    router = start_router(fleet.guard, engines[: len(cast.prefills)], engines[len(cast.prefills) :], fleet.folder)
     wait_ready([router], timeout_s=START_S)
     dice = Random(int(os.environ.get("KVFERRY_SEED", "0")))
     lengths = [dice.randint(1, LONGEST_PROMPT) for _ in range(NUM_QUESTIONS)]
     known = [_known(fleet, run, Question((fresh_prompt(length),))) for length in lengths]
-    resident = [_play(fleet, run, router.url, known, dice, MINUTES * share, record_property) for share in (0.4, 0.6)]
+    stretches = [MINUTES * share for share in (0.4, 0.6)]
+    resident = [_play(fleet, cast, run, router.url, known, dice, each, record_property) for each in stretches]
     for name, before in resident[0].items():
         grown = resident[1][name] - before
         record_property(f"resident_mib_{name}", f"{before:.0f} to {resident[1][name]:.0f}")
@@ -55,20 +75,31 @@ def _known(fleet, run, question):
     return Known(question, run(lambda client: ask(client, fleet.engine("P1").url, question)))
 
 
-def _play(fleet, run, router, known, dice, minutes, record_property):
+def _play(fleet, cast, run, router, known, dice, minutes, record_property):
     """One stretch; MiB of memory that each engine which never dies holds at rest after it."""
-    chaos = Chaos(fleet, router, known, dice, time.monotonic() + 60 * minutes)
+    chaos = Chaos(fleet, cast, router, known, dice, time.monotonic() + 60 * minutes)
     asyncio.run(chaos.run())
     for what in ("calls", "troubles", "errors"):
         record_property(what, dict(getattr(chaos.log, what)))
     assert not chaos.log.wrong, chaos.log.wrong[:5]
     assert chaos.log.calls["right"] > sum(chaos.log.calls.values()) / 4, chaos.log
-    engines = [fleet.engine(name) for name in (*PREFILLS, *DECODES)]
-    waited = wait_until(lambda: not any(open_things(each) or usage(each) for each in engines), timeout_s=SETTLED_S)
-    assert waited <= SETTLED_S, [(each.name, open_things(each), usage(each)) for each in engines]
-    for prefill, decode in itertools.product(PREFILLS, DECODES):
+    engines = [fleet.engine(name) for name in cast.names]
+    waited = wait_until(lambda: not any(_open(each, cast) or usage(each) for each in engines), timeout_s=SETTLED_S)
+    assert waited <= SETTLED_S, [(each.name, _open(each, cast), usage(each)) for each in engines]
+    if cast.disk is not None:
+        record_property("MiB on disk", f"{num_bytes(cast.disk) / 2**20:.0f}")
+        assert num_bytes(cast.disk) <= TIER_DISK_BYTES
+    for prefill, decode in itertools.product(cast.prefills, cast.decodes):
         _hand_over(fleet, run, dice.choice(known), prefill, decode)
-    return {name: _resident_mib(fleet.engine(name)) for name in SURVIVORS}
+    return {name: _resident_mib(fleet.engine(name)) for name in cast.survivors}
+
+
+def _open(engine, cast):
+    if cast.disk is None:
+        return open_things(engine)
+    ask_tiers(engine.url, (16, 17), 1)  # what the disk has done is told with the engine's next step
+    jobs = engine.metrics()["kvferry:tier_jobs"]
+    return open_things(engine) | ({"kvferry:tier_jobs": jobs} if jobs else {})
 
 
 def _hand_over(fleet, run, known, prefill, decode):

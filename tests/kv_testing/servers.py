@@ -70,6 +70,8 @@ class Role:
     """Of our connector."""
     vllm: str | None = None
     """The version it runs; the installed one if None."""
+    has_tiers: bool = False
+    """It keeps prefixes in host memory and in the directory that all engines of the fleet share."""
 
 
 TOKENS_PER_STEP = 128
@@ -85,6 +87,24 @@ ROLES: Mapping[str, Role] = {
 }
 TWINS: Mapping[str, Role] = {"Q1": Role("tiny", 1, ("0",)), "E1": Role("tiny", 1, ("1",))}
 """A second prefill and a second decode engine, like P1 and D1."""
+TIER_ROLES: Mapping[str, Role] = {
+    "TP1": Role("tiny", 1, ("0",), has_tiers=True),
+    "TQ1": Role("tiny", 1, ("0",), has_tiers=True),
+    "TD1": Role("tiny", 1, ("1",), has_tiers=True),
+    "TE1": Role("tiny", 1, ("1",), has_tiers=True),
+}
+"""Prefill and decode engines with tiers; their devices hold five of the longest prompts they are asked."""
+TIER_BLOCKS = 80
+TIER_DISK_BYTES = 96 << 20
+TIER_OPTIONS: Mapping[str, object] = {
+    "tier_host_bytes": 32 << 20,
+    "tier_disk_bytes": TIER_DISK_BYTES,
+    # Given, so that what is measured on a busy machine decides nothing.
+    "tier_recompute_token_s": 1.0,
+    "tier_host_byte_s": 0.0,
+    "tier_disk_byte_s": 0.0,
+    "tier_start_s": 0.0,
+}
 # Prompts are computed in several steps, so that windows move on before the end.
 _IN_STEPS = ("--max-num-batched-tokens", "128")
 _CONVERTS = {"convert_elements": True}
@@ -167,6 +187,11 @@ class Fleet:
         wait_ready([reborn], timeout_s=START_S)
         self.engines[name] = reborn
 
+    @property
+    def disk(self) -> Path:
+        """What engines with tiers share."""
+        return self.folder / "kept"
+
     def hooks(self, name: str) -> Path:
         """Where this engine looks for faults."""
         folder = self.folder / f"hooks-{name}"
@@ -186,17 +211,18 @@ class Fleet:
         assert not gone, f"engines have ended (name: exit code): {gone}; logs in {self.folder}"
 
     def _config(self, name: str) -> EngineConfig:
-        role = {**ROLES, **TWINS, **GROUP_ROLES, **OLDER_ROLES}[name]
+        role = {**ROLES, **TWINS, **TIER_ROLES, **GROUP_ROLES, **OLDER_ROLES}[name]
+        tiers = {**TIER_OPTIONS, "tier_disk_dir": str(self.disk)} if role.has_tiers else {}
         return EngineConfig(
             name=name,
             model=self.models[role.model],
             tensor_ranks=role.tensor_ranks,
             cores=role.cores,
             connector=CONNECTOR,
-            connector_options={"test_hooks_dir": str(self.hooks(name)), **role.options} if IS_OURS else {},
+            connector_options={"test_hooks_dir": str(self.hooks(name)), **tiers, **role.options} if IS_OURS else {},
             load_failure_policy=role.load_failure_policy,
             tokens_per_block=TOKENS_PER_BLOCK,
-            num_blocks=NUM_BLOCKS,
+            num_blocks=TIER_BLOCKS if role.has_tiers else NUM_BLOCKS,
             max_prompt_tokens=MAX_PROMPT_TOKENS,
             extra_arguments=role.extra_arguments,
             environment={**TRANSPORTS[self.transport], **environment_of(role.vllm)},

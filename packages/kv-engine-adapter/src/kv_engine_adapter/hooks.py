@@ -5,21 +5,26 @@
                                                "layer" of that layer of the model alone
     hold-writes    (any content)               hold the sender's writes that have passed all their checks, until the
                                                file is gone: a late writer
-
-    lose.json      {"share": 0.3}             lose this share of the control messages that the engine's ranks say
+    lose.json      {"share": 0.3}              lose this share of the control messages that the engine's ranks say
+    files.json     {"errno": 28}               let each write of the tiers to their disk fail so; with "read_errno" each
+                                               read; with "hang_s" let each take so long first
 
 Law: with an empty directory nothing differs from no directory at all.
 """
 
 import json
+import os
 import random
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kv_core.ids import SessionId
 from kv_core.spans import Span
 from kv_transfer.faults import ON_TIME, NoFaults
+from kv_transfer.file_mover import FileCalls
 from kv_transfer.plan.cache_state import CacheState
 from kv_transfer.protocol.messages import Message
 
@@ -67,6 +72,30 @@ class OrderedFaults(NoFaults):
         if not self._lose.exists():
             return ON_TIME
         return () if self._dice.random() < json.loads(self._lose.read_text())["share"] else ON_TIME
+
+
+def ordered_file_calls(directory: Path) -> FileCalls:
+    """The calls of the tiers' disk, which look the directory up each time."""
+    order, usual = directory / "files.json", FileCalls()
+
+    def write(file: int, buffer: memoryview) -> int:
+        _disturb(order, "errno")
+        return usual.write(file, buffer)
+
+    def read_into(file: int, buffer: memoryview) -> int:
+        _disturb(order, "read_errno")
+        return usual.read_into(file, buffer)
+
+    return FileCalls(write, read_into)
+
+
+def _disturb(order: Path, which: str) -> None:
+    wanted = {}
+    with suppress(FileNotFoundError):
+        wanted = json.loads(order.read_text())
+    time.sleep(wanted.get("hang_s", 0.0))
+    if which in wanted:
+        raise OSError(wanted[which], os.strerror(wanted[which]))
 
 
 def _chunk_planes(received: "torch.Tensor", chunk: "Chunk", state: CacheState) -> "torch.Tensor":

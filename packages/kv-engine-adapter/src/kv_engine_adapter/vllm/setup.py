@@ -129,9 +129,7 @@ class WorkerSetup:
             cuda_door(view.caches),
             on_news=on_news,
         )
-        tiers = (
-            None if self._tier_terms is None else tier_worker(self._ferry.tier, self._tier_terms, state, view, on_news)
-        )
+        tiers = None if self._tier_terms is None else tier_worker(self._ferry, self._tier_terms, state, view, on_news)
         return FerryWorker(transceiver, view.kernel_tables, self._model.block_size), incarnation, tiers
 
     def _state(self, view: tensors.EngineCaches, parallel: ParallelLayout, codes: Codes | None) -> CacheState:

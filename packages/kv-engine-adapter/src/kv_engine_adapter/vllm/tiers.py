@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from kv_core.errors import CallerError
 from kv_core.ids import RequestId
+from kv_engine_adapter.config import FerryConfig
 from kv_engine_adapter.orders import Tables
 from kv_engine_adapter.tier import PrefixTiers
 from kv_engine_adapter.tier_config import TierConfig
@@ -157,19 +158,23 @@ def tier_terms(config: "VllmConfig", tier: TierConfig, model: ModelCaches, eleme
 
 
 def tier_worker(
-    tier: TierConfig, terms: TierTerms, state: "CacheState", view: "EngineCaches", on_news: Callable[[], None]
+    ferry: FerryConfig, terms: TierTerms, state: "CacheState", view: "EngineCaches", on_news: Callable[[], None]
 ) -> "TierWorker":
     """One rank's half, over its cache tensors; `on_news`: a job has ended."""
+    from kv_engine_adapter.hooks import ordered_file_calls
     from kv_engine_adapter.tier_memory import HostMemory
     from kv_engine_adapter.tier_worker import TierWorker
+    from kv_transfer.file_mover import FileCalls, PlainFiles
     from kv_transfer.prefix_store.config import StoreConfig
     from kv_transfer.prefix_store.store import PrefixStore
 
+    tier, hooks = ferry.tier, ferry.test_hooks_dir
     memory = HostMemory(state, view.caches, terms.tokens_per_block, terms.num_slots, verify=tier.tier_verify)
     store = None
     if tier.tier_disk_dir is not None:
         directory = StoreConfig(Path(tier.tier_disk_dir), tier.tier_disk_bytes, tokens_per_record=TOKENS_PER_RECORD)
-        store = PrefixStore(directory, state)
+        calls = FileCalls() if hooks is None else ordered_file_calls(hooks)
+        store = PrefixStore(directory, state, mover=PlainFiles(calls))
     logger.info(
         "kvferry: host tier: %d blocks of %d tokens, %.1f MB on this rank%s",
         terms.num_slots, terms.tokens_per_block, memory.num_host_bytes / 1e6,
