@@ -79,10 +79,11 @@ def _play(fleet, cast, run, router, known, dice, minutes, record_property):
     """One stretch; MiB of memory that each engine which never dies holds at rest after it."""
     chaos = Chaos(fleet, cast, router, known, dice, time.monotonic() + 60 * minutes)
     asyncio.run(chaos.run())
-    for what in ("calls", "troubles", "errors"):
+    for what in ("calls", "routed", "troubles", "errors"):
         record_property(what, dict(getattr(chaos.log, what)))
     assert not chaos.log.wrong, chaos.log.wrong[:5]
-    assert chaos.log.calls["right"] > sum(chaos.log.calls.values()) / 4, chaos.log
+    for calls in (chaos.log.calls, chaos.log.routed):
+        assert calls["right"] > sum(calls.values()) / 4, chaos.log
     engines = [fleet.engine(name) for name in cast.names]
     waited = wait_until(lambda: not any(_open(each, cast) or usage(each) for each in engines), timeout_s=SETTLED_S)
     assert waited <= SETTLED_S, [(each.name, _open(each, cast), usage(each)) for each in engines]
@@ -91,6 +92,7 @@ def _play(fleet, cast, run, router, known, dice, minutes, record_property):
         assert num_bytes(cast.disk) <= TIER_DISK_BYTES
     for prefill, decode in itertools.product(cast.prefills, cast.decodes):
         _hand_over(fleet, run, dice.choice(known), prefill, decode)
+        _route(run, router, dice.choice(known))
     return {name: _resident_mib(fleet.engine(name)) for name in cast.survivors}
 
 
@@ -108,6 +110,12 @@ def _hand_over(fleet, run, known, prefill, decode):
     answers = run(lambda client: ask_by_hand(client, *engines, known.question, salt=secrets.token_hex(8)))
     assert wrong_about(answers, known) is None
     assert bytes_received(fleet.engine(decode)) > before or len(known.question.prompts[0]) == 1
+
+
+def _route(run, router, known):
+    """The router has come through it too."""
+    answers = run(lambda client: ask(client, router, known.question, salt=secrets.token_hex(8)))
+    assert wrong_about(answers, known) is None
 
 
 def _resident_mib(engine):

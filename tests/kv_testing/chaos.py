@@ -28,7 +28,7 @@ NUM_CLIENTS, BY_ROUTER, LEAVES = 5, 0.4, 0.15
 CALM_S = (4.0, 16.0)
 STOP_S = (1.0, 25.0)
 LOSS_S, LOST_SHARE = (3.0, 10.0), 0.3
-NUM_SALTS, ALONE = 6, 0.3
+NUM_SALTS, ALONE = 6, 0.5
 FAULT_S = (3.0, 15.0)
 
 
@@ -80,6 +80,8 @@ class Log:
     """What has happened; `wrong` must stay empty."""
 
     calls: Counter[str] = field(default_factory=Counter)
+    routed: Counter[str] = field(default_factory=Counter)
+    """Those of them that went through the router."""
     troubles: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
@@ -106,8 +108,8 @@ class Chaos:
 
     async def _ask_on(self, client: httpx.AsyncClient, dice: Random) -> None:
         while time.monotonic() < self.ends_at:
-            known = dice.choice(self.known)
-            call = self._call(client, known.question, dice)
+            known, by_router = dice.choice(self.known), dice.random() < BY_ROUTER
+            call = self._call(client, known.question, dice, by_router=by_router)
             began = time.monotonic()
             try:
                 if dice.random() < LEAVES:
@@ -126,21 +128,23 @@ class Chaos:
                 ended = "out of reach"
                 self.log.errors[type(gone).__name__] += 1
             self.log.calls[ended] += 1
+            self.log.routed[ended] += by_router
             if ended == "out of reach":
                 await asyncio.sleep(0.5)
 
-    async def _call(self, client: httpx.AsyncClient, question: Question, dice: Random) -> Sequence[Answer]:
+    async def _call(
+        self, client: httpx.AsyncClient, question: Question, dice: Random, *, by_router: bool
+    ) -> Sequence[Answer]:
         """Through the router, as a router would, or of one engine alone where there are tiers.
 
         A salt of its own keeps earlier calls out of it; with tiers salts come again, and so does what was kept.
         """
         has_tiers = self.cast.disk is not None
         salt = f"{dice.randrange(NUM_SALTS)}" if has_tiers else secrets.token_hex(8)
-        way = dice.random()
-        if way < BY_ROUTER:
+        if by_router:
             return await ask(client, self.router, question, salt=salt)
         prefill, decode = (self._url(dice.choice(names)) for names in (self.cast.prefills, self.cast.decodes))
-        if has_tiers and way < BY_ROUTER + ALONE:
+        if has_tiers and dice.random() < ALONE:
             return await ask(client, dice.choice((prefill, decode)), question, salt=salt)
         return await ask_by_hand(client, prefill, decode, question, salt=salt)
 
