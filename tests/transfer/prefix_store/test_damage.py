@@ -278,3 +278,53 @@ def test_a_file_where_a_folder_should_be_is_one_miss(kept):
     assert set(misses(store, "read")) == {"unreadable"}
     (outcome,) = write_all(store, chain, full_world(STATE, 48), WHOLE)
     assert (outcome.num_tokens, outcome.why) == (16, "unreadable")
+
+
+def whole(directory):
+    return directory / "store"
+
+
+def namespaces(directory):
+    return next((directory / "store").glob("v1-*"))
+
+
+def own_of_the_process(directory):
+    return next((directory / "store").glob("kv-blocks-*"))
+
+
+@pytest.mark.parametrize("which", [whole, namespaces, own_of_the_process])
+def test_a_directory_that_is_removed_under_a_store_is_made_again(tmp_path, which):
+    """As cleaners of old files do. One write finds it gone; what comes after it is kept, and found."""
+    store, world = PrefixStore(config_of(tmp_path), STATE), full_world(STATE, 48)
+    write_all(store, store.chain(prompt(48)), world, WHOLE)
+    shutil.rmtree(which(tmp_path))
+    (lost,) = write_all(store, store.chain(prompt(16, first=100)), world, Span(0, 16))
+    assert (lost.num_tokens, store.counts["write absent"], store.counts["restored"]) == (0, 1, 1)
+
+    later = store.chain(prompt(48, first=200))
+    (kept,) = write_all(store, later, world, WHOLE)
+    assert (kept.num_tokens, store.lookup(later)) == (48, 48)
+    again = make_world(STATE, 48, "CBTHD", 1)
+    assert read_all(store, later, again, WHOLE) == {48}
+    assert num_wrong(again, WHOLE) == 0
+    assert (tmp_path / "store").stat().st_mode & 0o777 == 0o700
+    store.close()
+    assert not list((tmp_path / "store").glob("kv-blocks-*"))
+
+
+def test_a_directory_that_others_have_made_their_own_meanwhile_is_left_alone(tmp_path):
+    store, world = PrefixStore(config_of(tmp_path), STATE), full_world(STATE, 48)
+    write_all(store, store.chain(prompt(48)), world, WHOLE)
+    shutil.rmtree(tmp_path / "store")
+    (tmp_path / "store").mkdir(mode=0o755)
+    for first in (100, 200):
+        (lost,) = write_all(store, store.chain(prompt(16, first=first)), world, Span(0, 16))
+        assert lost.num_tokens == 0
+    assert "restored" not in store.counts
+    assert [path.name for path in (tmp_path / "store").iterdir()] in (
+        [],
+        ["lock"],
+        ["usage", "lock"],
+        ["lock", "usage"],
+    )
+    store.close()

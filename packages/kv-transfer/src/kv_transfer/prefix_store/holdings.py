@@ -2,7 +2,8 @@
 
 In:  StoreConfig, the Namespace.
 Out: Holdings; CallerError for a directory that is not ours alone, OSError for one that cannot be used.
-Law: directories have mode 0700 and files 0600. What processes that died were writing is removed at the start.
+Law: directories have mode 0700 and files 0600. What processes that died were writing is removed at the start. What
+     somebody removes while it is open (a cleaner of old files) is made again when a write has missed it.
 
     <directory>/lock, usage                       see `quota`
                /kv-blocks-<pid>-<random>/lock     held as long as the process lives
@@ -12,6 +13,7 @@ Law: directories have mode 0700 and files 0600. What processes that died were wr
 
 import os
 import stat
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -34,8 +36,9 @@ class Holdings:
     """Until `close`."""
 
     def __init__(self, config: StoreConfig, namespace: Namespace, counts: Counts, clock: Callable[[], float]) -> None:
-        directory = config.directory
+        self._directory = directory = config.directory
         _make_private(directory)
+        self._restoring = threading.Lock()
         self._namespace = namespace
         self._own = ProcessDirectory(directory)
 
@@ -56,6 +59,19 @@ class Holdings:
         except OSError:
             self._own.close()
             raise
+
+    def is_restored(self, error: OSError | Missed) -> bool:
+        """After a write that found a directory gone: whether all of them are there again."""
+        if not isinstance(error, FileNotFoundError):
+            return False
+        with self._restoring, suppress(OSError, CallerError):
+            _make_private(self._directory)
+            if not self._own.path.exists():
+                self._own.close()
+                self._own = ProcessDirectory(self._directory)
+            self.shelf.move(self._own)
+            return True
+        return False
 
     def why_absent(self, key: BlockKey) -> Miss:
         """Whether a key that we do not have is there for others."""

@@ -27,11 +27,15 @@ class Shelf:
 
     def __init__(self, namespace: Path, own: ProcessDirectory, quota: Quota, *, sync: bool) -> None:
         self.namespace = namespace
-        self._own = own
         self._quota = quota
         self._sync = sync
         self._numbers = itertools.count()
-        namespace.mkdir(mode=_DIRECTORY_MODE, exist_ok=True)
+        self.move(own)
+
+    def move(self, own: ProcessDirectory) -> None:
+        """From now on fill files here, and make the namespace if it is not there."""
+        self._own = own
+        self.namespace.mkdir(mode=_DIRECTORY_MODE, exist_ok=True)
 
     def path_of(self, key: BlockKey, name: RecordName) -> Path:
         return self.namespace / key_folder(key) / str(name)

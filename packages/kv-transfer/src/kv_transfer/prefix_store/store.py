@@ -171,6 +171,8 @@ class PrefixStore:
                 num_bytes += self._write_record(key, name, record, caches, tables)
             except _ERRORS as error:
                 self._missed("write", why_of(error))
+                if self._holdings is not None and self._holdings.is_restored(error):
+                    self._counts.add("restored")
                 return Outcome(num_tokens, num_bytes, why_of(error))
             num_tokens = record.stop - tokens.start
         return Outcome(num_tokens, num_bytes)
