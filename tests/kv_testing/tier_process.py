@@ -7,14 +7,17 @@ Law: `with running_engine(...)` leaves no process behind.
 
 import multiprocessing
 import os
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
+Answered = TypeVar("Answered")
 START_S = 300.0
 ANSWER_S = 120.0
+LONG_ANSWER_S = 600.0
 BLOCK = 32
 NUM_BLOCKS = 33
 """Of the device: one that holds nothing, and room for one prompt of a thousand tokens."""
@@ -31,10 +34,13 @@ class Answer(NamedTuple):
 class TierProcess:
     """The test's handle of an engine."""
 
-    def __init__(self, model: Path, settings: dict[str, Any], policy: str, event_port: int | None) -> None:
+    def __init__(
+        self, model: Path, settings: dict[str, Any], policy: str, event_port: int | None, more: dict[str, Any]
+    ) -> None:
+        self.settings = settings
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, str(model), settings, policy, event_port))
+        self._process = context.Process(target=_serve, args=(theirs, str(model), settings, policy, event_port, more))
         self._process.start()
         theirs.close()
         assert self._take(START_S) == "ready"
@@ -59,6 +65,14 @@ class TierProcess:
         self._pipe.send(("forget",))
         assert self._take(ANSWER_S) is True
 
+    def do(self, what: Callable[..., Answered], *asked: Any) -> Answered:
+        """Call this with the engine, there; what it raises is raised here."""
+        self._pipe.send(("do", what, *asked))
+        failed, told = self._take(LONG_ANSWER_S)
+        if failed:
+            raise AssertionError(f"in the engine's process:\n{told}")
+        return cast("Answered", told)
+
     def close(self) -> None:
         """End the engine, with force if need be."""
         if self._process.is_alive():
@@ -74,17 +88,22 @@ class TierProcess:
 
 @contextmanager
 def running_engine(
-    model: Path, settings: dict[str, Any], policy: str = "fail", event_port: int | None = None
+    model: Path, settings: dict[str, Any], policy: str = "fail", event_port: int | None = None, **more: Any
 ) -> Iterator[TierProcess]:
-    """An engine of few blocks with these settings of the connector, what it does about failed loads, and its events."""
-    engine = TierProcess(model, settings, policy, event_port)
+    """An engine of few blocks with these settings of the connector, what it does about failed loads, and its events.
+
+    `more` are arguments of vLLM's own.
+    """
+    engine = TierProcess(model, settings, policy, event_port, more)
     try:
         yield engine
     finally:
         engine.close()
 
 
-def _serve(pipe: Connection, model: str, settings: dict[str, Any], policy: str, event_port: int | None) -> None:
+def _serve(
+    pipe: Connection, model: str, settings: dict[str, Any], policy: str, event_port: int | None, more: dict[str, Any]
+) -> None:
     os.environ |= {
         "HF_HUB_OFFLINE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -97,14 +116,14 @@ def _serve(pipe: Connection, model: str, settings: dict[str, Any], policy: str, 
     events = None
     if event_port is not None:
         events = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=f"tcp://*:{event_port}")
+    usual = {"max_model_len": 1024, "num_gpu_blocks_override": NUM_BLOCKS}
     engine = LLM(
         model=model,
         skip_tokenizer_init=True,
         enforce_eager=True,
-        max_model_len=1024,
         block_size=BLOCK,
-        num_gpu_blocks_override=NUM_BLOCKS,
         dtype="float32",
+        **(usual | more),
         kv_transfer_config=KVTransferConfig(
             kv_connector="FerryConnector",
             kv_connector_module_path="kv_engine_adapter.vllm.connector",
@@ -128,6 +147,8 @@ def _obey(engine: Any, order: str, *asked: Any) -> Any:
     worker: Any = get_kv_transfer_group()
     if order == "ask":
         return _ask(engine, *asked)
+    if order == "do":
+        return _done(engine, *asked)
     if order == "counts":
         return {**tiers.counts, **worker._tier_worker.disk_counts(), "open": tiers.gauges()["tier_jobs"]}
     if order == "forget":
@@ -137,6 +158,14 @@ def _obey(engine: Any, order: str, *asked: Any) -> Any:
     for keys in worker._tier_worker._memory.caches.planes[::2]:
         keys[slot].neg_()
     return "done"
+
+
+def _done(engine: Any, what: Callable[..., Any], *asked: Any) -> tuple[bool, Any]:
+    """Whether it failed, and the answer or why."""
+    try:
+        return False, what(engine, *asked)
+    except Exception:
+        return True, traceback.format_exc()
 
 
 def _ask(engine: Any, prompt: tuple[int, ...], num_tokens: int, arguments: dict[str, Any]) -> tuple[Any, ...]:
