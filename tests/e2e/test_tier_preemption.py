@@ -5,6 +5,7 @@ Some clients hang up while their answer is computed, loaded or kept.
 
 import asyncio
 import random
+from functools import partial
 
 import pytest
 
@@ -39,7 +40,7 @@ def test_what_came_from_a_peer_and_was_preempted_comes_from_the_tier(models, tmp
         rounds = []
         for number in range(3):
             leavers = {rng.randrange(NUM_PROMPTS) for _ in range(2)} if number else set()
-            found = run(lambda client, gone=leavers: all_at_once(client, prefill.url, decode.url, questions, gone, rng))
+            found = run(partial(all_at_once, prefill.url, decode.url, questions, leavers, rng))
             for ordinal, answers in enumerate(found):
                 if ordinal not in leavers:
                     tally.demand_right(answers, alone[ordinal])
@@ -62,7 +63,7 @@ async def one_by_one(client, url, questions):
     return [await ask(client, url, question, salt="alone") for question in questions]
 
 
-async def all_at_once(client, prefill, decode, questions, leavers, dice: random.Random):
+async def all_at_once(prefill, decode, questions, leavers, dice: random.Random, client):
     """Hand all of them over; of those who leave no answer is expected."""
 
     async def follow(ordinal, question):
