@@ -52,11 +52,12 @@ def test_what_came_from_a_peer_and_was_preempted_comes_from_the_tier(models, tmp
         assert rounds[-1][1] > NUM_TOKENS, "all prompts came from the peer, so only preempted ones asked the tier"
         for server in servers.values():
             settle(server)
-            at_rest = wait_until(
-                lambda each=server: not open_things(each.engine) and not usage(each.engine), timeout_s=60
-            )
-            assert at_rest < 60, (open_things(server.engine), usage(server.engine))
+            assert wait_until(partial(is_at_rest, server.engine), timeout_s=60) < 60, open_things(server.engine)
             assert server.engine.program.exit_code() is None
+
+
+def is_at_rest(engine):
+    return not open_things(engine) and not usage(engine)
 
 
 async def one_by_one(client, url, questions):
