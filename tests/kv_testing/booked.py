@@ -14,6 +14,7 @@ from kv_transfer.leases import LeaseBook
 from kv_transfer.offering import Offering
 from kv_transfer.offers import OfferBook
 from kv_transfer.orders import BlockTables, Offer, Progress
+from kv_transfer.plan.frontier import Frontier
 from kv_transfer.sender import Sender
 
 LEASE_S, EARLY_LEASE_S = 10.0, 40.0
@@ -51,9 +52,9 @@ class BookedSender:
         if not self.book.add(offer, filled, 0.0, standing):
             self.sent.append(offer.request_id)
 
-    def advance(self, request_id: RequestId, num_computed: int, by_group: Tables, filled: None) -> None:
+    def advance(self, request_id: RequestId, computed: Frontier, by_group: Tables, filled: None) -> None:
         if (held := self.book.get(request_id)) is not None:
-            held.growth.advance(num_computed, by_group, filled)
+            held.growth.advance(computed, by_group, filled)
 
     def complete(self, request_id: RequestId) -> None:
         if self.book.complete(request_id):

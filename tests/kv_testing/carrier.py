@@ -49,6 +49,7 @@ def chunks_between(
     *,
     from_group: int = 0,
     to_group: int = 0,
+    most_layers: int = 0,
 ) -> Iterator[tuple[Tensor, Callable[[Tensor], object]]]:
     """(dense bytes of a chunk, the function that concatenates them at its receiver), one after the other."""
     formatter = formatter_for(sender.state)
@@ -57,7 +58,7 @@ def chunks_between(
             receiver.state, rank, sender.state, tokens, spread, group=from_group, num_tokens=sender.num_tokens
         )
         for plan in plans:
-            for chunk in chunks_of(plan.pieces, plan.tokens, sender.state, max_bytes):
+            for chunk in chunks_of(plan.pieces, plan.tokens, sender.state, max_bytes, most_layers):
                 dense = torch.empty(chunk.num_bytes, dtype=torch.uint8)
                 formatter.split(*own_view(sender, plan.sender, chunk), dense)
                 yield dense, concatenation(receiver, rank, chunk, sender)

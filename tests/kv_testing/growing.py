@@ -2,8 +2,8 @@
 
 In:  a Side; how far its engine is.
 Out: the calls an engine makes: to its door, and to every rank of the prompt's group.
-Law: blocks hold tags for what is computed and filler elsewhere, so whatever is read too early is seen. Tables list no
-     more blocks than are needed.
+Law: blocks hold tags for what is computed, layer by layer, and filler elsewhere, so whatever is read too early is seen.
+     Tables list no more blocks than are needed.
 """
 
 from collections.abc import Callable
@@ -16,6 +16,7 @@ from kv_testing.tagged import fill
 from kv_testing.worlds import FAST, NUM_TOKENS, PROMPT, Side, fresh_id, pair
 from kv_transfer.direct.in_process import InProcessHub
 from kv_transfer.orders import BlockTables, Offer
+from kv_transfer.plan.frontier import Ahead
 
 USUAL: Final = RequestId("p0")
 SHORT: Final = replace(FAST, request_deadline_s=1.0)
@@ -55,6 +56,17 @@ class GrowingPrompt:
         self.compute(num_computed)
         for rank in self.ranks:
             self.side.ranks[rank].advance(self.request_id, num_computed, self.tables(rank, num_computed).by_group)
+
+    def advance_layers(self, num_computed: int, ahead: Ahead) -> None:
+        """Compute so far, and of the next step so many layers; every rank that has one of them says so."""
+        fill(self.side.world, Span(0, ahead.token_stop), self.group, Span(0, ahead.layer_stop))
+        self.side.push()
+        for rank in self.ranks:
+            ours = self.side.world.state.share_of(Rank(rank)).layers
+            if layers := ours & Span(0, ahead.layer_stop):
+                told = Ahead(layers.stop, ahead.token_stop)
+                tables = self.tables(rank, ahead.token_stop).by_group
+                self.side.ranks[rank].advance(self.request_id, num_computed, tables, told)
 
     def complete(self) -> None:
         self.side.door.restart_lease(self.request_id)

@@ -48,6 +48,8 @@ class Pair:
     max_bytes: int
     sender_group: int = 0
     receiver_group: int = 0
+    most_layers: int = 0
+    """Of one chunk; 0: all of them."""
 
 
 def make_state(**changes: object) -> CacheState:
@@ -92,7 +94,9 @@ def draw_pair(dice: Dice) -> Pair:
         # What widening adds must not count as tokens that a window is measured from.
         stop -= stop % blocks[0]
     groups = [dice(0, state.parallel.num_groups - 1) for state in (sender, receiver)]
-    return Pair(sender, receiver, Span(dice(0, stop), stop), draw_max_bytes(dice, sender), *groups)
+    tokens, max_bytes = Span(dice(0, stop), stop), draw_max_bytes(dice, sender)
+    # Drawn last: all else is as it was before there was this.
+    return Pair(sender, receiver, tokens, max_bytes, *groups, most_layers=pick(dice, (0, 0, 1, 2, 3)))
 
 
 def draw_parallel(dice: Dice, num_layers: int, num_heads: int) -> ParallelLayout:

@@ -8,7 +8,9 @@ from kv_core.ids import Incarnation, InstanceId, Rank, SessionId, TransferId
 from kv_core.spans import Span
 from kv_testing.layouts import make_state
 from kv_transfer.agent.cards import AgentCard, DirectCard, RemoteSlice
+from kv_transfer.plan.cache_state import MAX_LAYERS
 from kv_transfer.plan.compatibility import Reason
+from kv_transfer.plan.frontier import Ahead
 from kv_transfer.plan.plan import MAX_TOKENS, Piece
 from kv_transfer.protocol import messages as m
 
@@ -38,6 +40,7 @@ SAMPLES: tuple[m.Message, ...] = (
         num_tokens=41,
         pieces=(Piece(Span(0, 2), Span(1, 3)), Piece(Span(2, 4), Span(0, 4))),
         chunk_bytes=1 << 20,
+        layers_per_chunk=8,
         checksum=True,
         direct=False,
         ttl_ms=30_000,
@@ -47,6 +50,7 @@ SAMPLES: tuple[m.Message, ...] = (
         num_chunks=3,
         num_bytes=12_288,
         num_computed=32,
+        ahead=Ahead(3, 40),
         blocks=m.SharedBlocks(first=1, by_group=((3, -1, 7),)),
     ),
     m.Refuse(session=SESSION, code=m.RefuseCode.GONE, detail="expired"),
@@ -96,6 +100,7 @@ ANY_MESSAGE: st.SearchStrategy[m.Message] = st.one_of(
         num_tokens=st.integers(4090, MAX_TOKENS),
         pieces=st.lists(_pieces, min_size=1, max_size=8).map(tuple),
         chunk_bytes=st.integers(64, (1 << 40) - 1),
+        layers_per_chunk=st.integers(0, MAX_LAYERS),
         checksum=st.booleans(),
         direct=st.booleans(),
         ttl_ms=st.integers(0, 86_400_000),
@@ -106,6 +111,7 @@ ANY_MESSAGE: st.SearchStrategy[m.Message] = st.one_of(
         num_chunks=st.integers(1, m.MAX_CHUNKS),
         num_bytes=_bytes,
         num_computed=st.integers(0, MAX_TOKENS),
+        ahead=st.none() | st.builds(Ahead, st.integers(1, MAX_LAYERS), st.integers(1, MAX_TOKENS)),
         blocks=st.none() | st.builds(m.SharedBlocks, first=st.integers(0, 99), by_group=_tables),
     ),
     st.builds(m.Refuse, session=_ids, code=st.sampled_from(m.RefuseCode), detail=_details),

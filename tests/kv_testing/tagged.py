@@ -21,6 +21,7 @@ from kv_core.spans import Span, ceil_div
 from kv_testing.layouts import Dice, pick
 from kv_transfer.orders import BlockTables
 from kv_transfer.plan.cache_state import PLAIN, CacheState, Share
+from kv_transfer.plan.frontier import EVERY_LAYER
 from kv_transfer.plan.plan import Chunk
 from kv_transfer.pools import PagedCaches, planes_of
 
@@ -113,12 +114,19 @@ def windows_of(state: CacheState, share: Share) -> tuple[int, ...]:
     return tuple(sorted({state.window_of(layer) for layer in share.layers})) or (0,)
 
 
-def fill(world: World, tokens: Span, group: int = 0) -> None:
-    """Writes the tags of these tokens into the blocks of every rank of the group; of all layers, windows or not."""
+def fill(world: World, tokens: Span, group: int = 0, layers: Span = EVERY_LAYER) -> None:
+    """Writes the tags of these tokens into the blocks of every rank of the group; of these layers, windows or not."""
     for rank in world.state.parallel.ranks_of(group):
+        caches = world.caches[rank]
+        wanted_here = {
+            plane.data_ptr()
+            for number, plane in enumerate(caches.planes)
+            if caches.first_layer + number // caches.num_planes in layers
+        }
         for planes, tagged in expected_planes(world, rank, tokens, is_windowed=False):
             for plane, content in zip(planes, tagged, strict=True):
-                plane.copy_(content)
+                if plane.data_ptr() in wanted_here:
+                    plane.copy_(content)
 
 
 def misplaced(world: World, tokens: Span, group: int = 0) -> int:

@@ -43,7 +43,7 @@ GROUPS: Final[dict[str, dict[str, str]]] = {
         "Doors and peers": "wire directory peer peers leases releases",
         "A prompt on offer": "offering growth offers tombstones",
         "Sending it": "sender admission send_session invitations passages succession",
-        "Loading it": "loads load receiver arrivals turns watermark quarantine reads mappings",
+        "Loading it": "loads load receiver arrivals turns ungranted watermark quarantine reads mappings",
         "From blocks to bytes and back": "pools request_blocks formatter/ copies gate checksum",
         "Memory that the wire may touch": "regions staging",
         "Agents, which move it": "agent/",

@@ -3,7 +3,7 @@
 In:  the places of a rank; what is offered, ordered, and given up.
 Out: SimCopier and SimCopies, which copy elements by the simulated clock; a direct door.
 Law: blocks are scattered into only while their order is open, each element once; they are gathered only while their
-     offer is not over, and overwritten after it. A token is gathered only once it was said to be computed.
+     offer is not over, and overwritten after it. A token of a layer is gathered only once it was said to be computed.
 """
 
 import zlib
@@ -18,7 +18,18 @@ from kv_core.ids import Rank, SessionId
 from kv_core.spans import Span
 from kv_testing.sim.clockwork import Process, check
 from kv_testing.sim.network import Network
-from kv_testing.sim.places import NUM_TOKENS, Elements, Indices, Places, laid, own_tags, seen, wanted
+from kv_testing.sim.places import (
+    NUM_LAYERS,
+    NUM_TOKENS,
+    Elements,
+    Indices,
+    Mask,
+    Places,
+    laid,
+    own_tags,
+    seen,
+    wanted,
+)
 from kv_transfer.agent.cards import DirectCard
 from kv_transfer.copies import CorruptBytes
 from kv_transfer.direct.base import CannotMap
@@ -31,7 +42,7 @@ from kv_transfer.plan.cache_state import CacheState
 from kv_transfer.plan.plan import Chunk
 from kv_transfer.protocol.messages import Ask
 
-ALL = Span(0, NUM_TOKENS)
+ALL, ALL_LAYERS = Span(0, NUM_TOKENS), Span(0, NUM_LAYERS)
 NUM_CELLS, CELL_BYTES = 8, 512
 POISON = np.uint64(0xDEAD_DEAD_DEAD_DEAD)
 
@@ -44,26 +55,32 @@ class SimCopier:
         num_elements = prod(places.shape)
         self.elements: Elements = np.zeros(num_elements, dtype=np.uint64)
         self.times_written = np.zeros(num_elements, dtype=np.int8)
-        self.num_computed: dict[int, int] = {}
-        """Of each request whose blocks may be read: so many tokens are computed, and were said to be."""
+        self.computed: dict[int, Mask] = {}
+        """[layer, token] of each request whose blocks may be read: what is computed, and was said to be."""
         self.writable: set[BlockTables] = set()
 
-    def fill(self, tables: BlockTables, transfer: int, computed: Span = ALL) -> None:
-        """What a prefill leaves in its blocks; `computed` follows what was computed before."""
-        self.num_computed[self.places.slot_of(tables)] = computed.stop
-        held = laid(self.places, tables.by_group)
-        new = slice(held.before(computed.start), held.before(computed.stop))
-        self.elements[held.places[..., new]] = own_tags(self.places, transfer)[..., new]
+    def fill(self, tables: BlockTables, transfer: int, tokens: Span = ALL, layers: Span = ALL_LAYERS) -> None:
+        """What a prefill leaves in its blocks; these tokens in these of its layers."""
+        self._computed_of(tables)[layers.start : layers.stop, tokens.start : tokens.stop] = True
+        held, ours, new = (
+            laid(self.places, tables.by_group),
+            self.places.share.layers,
+            layers & self.places.share.layers,
+        )
+        where = np.s_[
+            new.start - ours.start : new.stop - ours.start, :, held.before(tokens.start) : held.before(tokens.stop)
+        ]
+        self.elements[held.places[where]] = own_tags(self.places, transfer)[where]
 
     def begin(self, tables: BlockTables) -> None:
         """The engine uses the blocks for something else; for those who look too early, or too late, they are poison."""
-        self.num_computed.setdefault(self.places.slot_of(tables), 0)
+        self._computed_of(tables)
         self.elements[laid(self.places, tables.by_group).places] = POISON
 
     def poison(self, tables: BlockTables) -> None:
         """Likewise, and nobody may look any more."""
         self.begin(tables)
-        del self.num_computed[self.places.slot_of(tables)]
+        del self.computed[self.places.slot_of(tables)]
 
     def gather(
         self, chunk: Chunk, tables: BlockTables, staged: memoryview, *, checksum: bool
@@ -71,9 +88,10 @@ class SimCopier:
         def run() -> int | None:
             slot = self.places.slot_of(tables)
             check(slot >= 0, "tokens are read before they were said to be computed, and where:", chunk)
-            computed = self.num_computed.get(slot)
-            check(computed is not None, "blocks are read after their request was reported as sent")
-            check(chunk.tokens.stop <= (computed or 0), "tokens are read before they were said to be computed:", chunk)
+            check(slot in self.computed, "blocks are read after their request was reported as sent")
+            layers, tokens = chunk.piece.layers, chunk.tokens
+            computed = self.computed[slot][layers.start : layers.stop, tokens.start : tokens.stop]
+            check(computed.all(), "tokens are read before they were said to be computed:", chunk)
             staged[:] = self.elements[self._where(chunk, tables.by_group)].tobytes()
             return zlib.crc32(staged) if checksum else None
 
@@ -132,6 +150,9 @@ class SimCopier:
         miscounted = self.times_written[where] != is_wanted
         check(not (miscounted & is_wanted).any(), "an element was not moved exactly once:", why)
         check(not miscounted.any(), "elements that nobody asked for were moved:", why)
+
+    def _computed_of(self, tables: BlockTables) -> Mask:
+        return self.computed.setdefault(self.places.slot_of(tables), np.zeros((NUM_LAYERS, NUM_TOKENS), np.bool_))
 
     def _write(self, where: Indices, content: Elements) -> None:
         self.elements[where] = content

@@ -1,8 +1,8 @@
 """Prompts that are computed while peers read them.
 
 In:  an instance, the tables of a request at each rank, dice.
-Out: what the engine says: opened, advanced, then complete or abandoned; now and then nothing for a long time. Who was
-     preempted is offered anew when all is computed, or aborted after all.
+Out: what the engine says: opened, advanced, of some prompts layer by layer, then complete or abandoned; now and then
+     nothing for a long time. Who was preempted is offered anew when all is computed, or aborted after all.
 Law: a rank says so in order, and only after the tokens are in their blocks. What is given up is poison at once, while
      the reactor hears of it a little later: as in a real process, whose threads take turns.
 """
@@ -17,8 +17,13 @@ from kv_testing.sim.instances import Instance, SimRank
 from kv_testing.sim.places import NUM_TOKENS
 from kv_transfer.growth import GrowingBook
 from kv_transfer.orders import BlockTables, Offer, Tables
+from kv_transfer.plan.frontier import Ahead
 
 PREEMPTED = "preempted"
+BY_LAYERS = 0.5
+"""Chance of a prompt that its layers are told."""
+STEP_PARTS = ((0.4, 0.5), (0.8, 1.0))
+"""When in a step layers are told, and how many of them."""
 TO_REACTOR_S = 0.02
 """How long a call of the engine may wait for the reactor."""
 
@@ -32,7 +37,7 @@ class RankGrowth:
         self._transfer = transfer
         self._size = size
         self._num_computed = 0
-        self._book = GrowingBook()
+        self._book = GrowingBook(rank.copier.places.share.layers)
 
     def open(self, transfer_id: TransferId, request_id: RequestId, prompt_key: bytes) -> None:
         tables = BlockTables(NUM_TOKENS, self._tables(0))
@@ -42,12 +47,21 @@ class RankGrowth:
         self._book.check()
 
     def advance(self, request_id: RequestId, num_computed: int) -> None:
-        tables = self._tables(num_computed)
-        self._book.advance(request_id, num_computed, tables)
-        self._book.check()
         self._rank.copier.fill(self._full, self._transfer, Span(self._num_computed, num_computed))
         self._num_computed = num_computed
-        self._rank.core.sender.advance(request_id, num_computed, tables, None)
+        self._say(request_id, self._tables(num_computed))
+
+    def advance_layers(self, request_id: RequestId, part: float, token_stop: int) -> None:
+        """Of the step up to this token so much of the rank's layers is computed."""
+        ours = self._rank.copier.places.share.layers
+        if layers := Span(ours.start, ours.start + int(part * len(ours))):
+            self._rank.copier.fill(self._full, self._transfer, Span(self._num_computed, token_stop), layers)
+            self._say(request_id, self._tables(token_stop), Ahead(layers.stop, token_stop))
+
+    def _say(self, request_id: RequestId, tables: Tables, ahead: Ahead | None = None) -> None:
+        computed = self._book.advance(request_id, self._num_computed, tables, ahead)
+        self._book.check()
+        self._rank.core.sender.advance(request_id, computed, tables, None)
 
     def complete(self, request_id: RequestId) -> None:
         self._book.complete(request_id)
@@ -103,15 +117,21 @@ class Growth:
 
     def _plan(self) -> None:
         dice, at, num_computed = self._dice, 0.0, 0
+        # Dice of its own: the other schedules stay what they are.
+        layers = Random(f"layers {self._transfer} {self._request_id} {self._instance.network.clockwork.now}")
+        is_by_layers = layers.random() < BY_LAYERS
         gives_up_at = dice.randrange(NUM_TOKENS + 1) if dice.random() < 0.25 else None
         stands_still_at = dice.randrange(NUM_TOKENS) if dice.random() < 0.15 else None
         while num_computed < NUM_TOKENS:
+            begun_at = at
             at += dice.expovariate(8)
             if stands_still_at is not None and num_computed >= stands_still_at:
                 at, stands_still_at = at + 6 * dice.random(), None
             if gives_up_at is not None and num_computed >= gives_up_at:
                 break
             num_computed = min(NUM_TOKENS, num_computed + dice.randint(1, 6))
+            for when, part in STEP_PARTS if is_by_layers else ():
+                self._by_layers(begun_at + when * (at - begun_at), part, num_computed)
             self._each(at, partial(RankGrowth.advance, request_id=self._request_id, num_computed=num_computed))
         at += dice.expovariate(8)
         if gives_up_at is None:
@@ -129,6 +149,10 @@ class Growth:
                 self._after(at, self._instance.restart_lease)
             else:
                 self._after(at, lambda request_id: self._door.resident.withdraw(request_id, "aborted"))  # type: ignore[attr-defined]
+
+    def _by_layers(self, at: float, part: float, token_stop: int) -> None:
+        say = partial(RankGrowth.advance_layers, request_id=self._request_id, part=part, token_stop=token_stop)
+        self._each(at, say)
 
     def _is_open(self) -> bool:
         """Whether the engine has not heard of its end."""

@@ -75,6 +75,7 @@ class World:
         self.network = Network(self.clockwork)
         arena = 4096 * dice.choice((1, 2, 3, 8))
         chunk = dice.choice((64, 128, 4096))
+        layers = Random(f"chunks that are cut by layers {seed}")
         config = TransferConfig(
             **USUAL_CONFIG
             | {
@@ -82,6 +83,7 @@ class World:
                 "receive_arena_bytes": arena,
                 "chunk_bytes": chunk,
                 "chunks_in_flight": dice.choice((1, 2, 4)),
+                "layers_per_chunk": layers.choice((0, 1)),
             }
             | settings  # type: ignore[arg-type]
         )

@@ -91,5 +91,5 @@ def worlds(seed):
 
 
 def moves_of(sender, receiver, pair, spread):
-    groups = {"from_group": pair.sender_group, "to_group": pair.receiver_group}
+    groups = {"from_group": pair.sender_group, "to_group": pair.receiver_group, "most_layers": pair.most_layers}
     return chunks_between(sender, receiver, pair.tokens, pair.max_bytes, spread, **groups)

@@ -37,7 +37,7 @@ def chunks_between(pair, sender, receiver):
         for plan in receive_plans(
             receiver.state, rank, sender.state, pair.tokens, group=pair.sender_group, num_tokens=sender.num_tokens
         ):
-            for chunk in chunks_of(plan.pieces, plan.tokens, sender.state, pair.max_bytes):
+            for chunk in chunks_of(plan.pieces, plan.tokens, sender.state, pair.max_bytes, pair.most_layers):
                 yield plan.sender, rank, chunk
 
 

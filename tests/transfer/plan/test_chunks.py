@@ -29,7 +29,7 @@ def state(tpb=4, tile="plain", layers=6, heads=2, parallel=None):
 def test_chunks_stay_within_bounds_and_add_up_to_their_plan(pair):
     for rank in pair.receiver.parallel.ranks:
         for plan in receive_plans(pair.receiver, rank, pair.sender, pair.tokens):
-            chunks = chunks_of(plan.pieces, plan.tokens, pair.sender, pair.max_bytes)
+            chunks = chunks_of(plan.pieces, plan.tokens, pair.sender, pair.max_bytes, pair.most_layers)
             assert [chunk.seq for chunk in chunks] == list(range(len(chunks)))
             assert all(0 < chunk.num_bytes <= pair.max_bytes for chunk in chunks)
             assert sum(chunk.num_bytes for chunk in chunks) == plan.num_bytes
@@ -47,7 +47,7 @@ def test_chunks_hold_every_part_of_their_pieces_once(pair):
     for rank in pair.receiver.parallel.ranks:
         for plan in receive_plans(pair.receiver, rank, pair.sender, pair.tokens):
             whole = [Chunk(0, piece, widened(piece.tokens or moved, pair.sender), 0) for piece in plan.pieces]
-            cut = chunks_of(plan.pieces, plan.tokens, pair.sender, pair.max_bytes)
+            cut = chunks_of(plan.pieces, plan.tokens, pair.sender, pair.max_bytes, pair.most_layers)
             assert (moves(pair.sender, cut, moved.stop) == moves(pair.sender, whole, moved.stop)).all()
 
 
@@ -109,6 +109,35 @@ CUTS = [
 def test_tokens_are_cut_first_at_block_boundaries(max_bytes, tokens, expected):
     chunks = chunks_of([Piece(Span(0, 6), Span(0, 2))], Span(*tokens), state(), max_bytes)
     assert [(text(chunk.piece.layers), text(chunk.tokens)) for chunk in chunks] == expected
+
+
+BY_LAYERS = [
+    # max_bytes, tokens, most layers, (layers, tokens) of each chunk
+    (10_000, (3, 14), 6, [("0-6", "3-14")]),
+    (10_000, (3, 14), 4, [("0-4", "3-14"), ("4-6", "3-14")]),
+    (960, (3, 14), 3, [("0-3", "3-8"), ("3-6", "3-8"), ("0-3", "8-14"), ("3-6", "8-14")]),
+    (400, (2, 6), 2, [(layers, part) for part in ("2-4", "4-6") for layers in ("0-2", "2-4", "4-6")]),
+    (79, (2, 6), 2, [(f"{layer}-{layer + 1}", part) for part in ("2-3", "3-6") for layer in range(6)]),
+]
+
+
+@pytest.mark.parametrize(("max_bytes", "tokens", "most_layers", "expected"), BY_LAYERS)
+def test_layers_are_cut_within_the_tokens_of_a_whole_chunk(max_bytes, tokens, most_layers, expected):
+    """So a chunk of few layers waits for no more tokens than one of all layers does."""
+    chunks = chunks_of([Piece(Span(0, 6), Span(0, 2))], Span(*tokens), state(), max_bytes, most_layers)
+    assert [(text(chunk.piece.layers), text(chunk.tokens)) for chunk in chunks] == expected
+
+
+@given(layout_pairs())
+def test_chunks_are_in_the_order_in_which_they_are_computed(pair):
+    """Whatever the pieces: by their last tokens, and of the same ones by layers."""
+    for rank in pair.receiver.parallel.ranks:
+        for plan in receive_plans(pair.receiver, rank, pair.sender, pair.tokens):
+            chunks = chunks_of(plan.pieces, plan.tokens, pair.sender, pair.max_bytes, pair.most_layers)
+            places = [(chunk.tokens.stop, chunk.piece.layers.start) for chunk in chunks]
+            assert places == sorted(places)
+            most = pair.most_layers or pair.sender.num_layers
+            assert all(len(chunk.piece.layers) <= most for chunk in chunks)
 
 
 def text(span):

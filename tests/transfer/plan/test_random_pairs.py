@@ -49,6 +49,7 @@ def test_the_draws_reach_what_they_promise():
     assert sum(len(set(p.sender.windows)) > 1 for p in pairs) > 200
     assert sum(p.sender.attention == "latent" for p in pairs) > 200
     assert sum(not p.tokens for p in pairs) > 20
+    assert sum(0 < p.most_layers < p.sender.num_layers for p in pairs) > 200
 
 
 def test_a_wrong_plan_shows():
@@ -76,7 +77,7 @@ def chunks_for(pair, rank):
         share = pair.sender.share_of(plan.sender)
         assert plan.sender in pair.sender.parallel.ranks_of(pair.sender_group)
         assert all(share.layers.covers(piece.layers) and share.heads.covers(piece.heads) for piece in plan.pieces)
-        chunks += chunks_of(plan.pieces, plan.tokens, pair.sender, pair.max_bytes)
+        chunks += chunks_of(plan.pieces, plan.tokens, pair.sender, pair.max_bytes, pair.most_layers)
     return chunks
 
 

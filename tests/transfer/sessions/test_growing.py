@@ -154,7 +154,7 @@ def test_a_lease_that_ends_meanwhile_cuts_nobody_off():
 
 
 def test_a_peer_that_grants_too_early_is_refused(monkeypatch):
-    monkeypatch.setattr("kv_transfer.load.needed", lambda chunk, tokens: Span(0, 0))
+    monkeypatch.setattr("kv_transfer.ungranted.needed", lambda chunk, tokens: Span(0, 0))
     with pair() as (p, d, _):
         prompt = GrowingPrompt(p).open(8)
         d.order(p, prompt.transfer_id)

@@ -26,6 +26,7 @@ from kv_transfer.growth import GrowingBook, HeldGrowth
 from kv_transfer.load import ReceiveSession
 from kv_transfer.offers import OfferBook
 from kv_transfer.peers import Peers
+from kv_transfer.plan.frontier import Frontier
 from kv_transfer.quarantine import Quarantine
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
@@ -146,9 +147,15 @@ def _without_write_ends(patch: pytest.MonkeyPatch) -> dict[str, object]:
 
 def _with_early_grants(patch: pytest.MonkeyPatch) -> dict[str, object]:
     """Senders tell, and judge grants, as if every prompt were computed to its end."""
-    patch.setattr(HeldGrowth, "num_computed", property(lambda self: self.tables.num_tokens))
-    patch.setattr(HeldGrowth, "filled", lambda self, num_tokens: None)
+    patch.setattr(HeldGrowth, "computed", property(lambda self: Frontier(self.tables.num_tokens)))
+    patch.setattr(HeldGrowth, "filled", lambda self, tokens, layers=None: None)
     return {}
+
+
+def _without_layers(patch: pytest.MonkeyPatch) -> dict[str, object]:
+    """Whatever is computed ahead in some layers is taken for computed in all of them."""
+    patch.setattr(Frontier, "covers", lambda self, tokens, layers=None: tokens.stop <= self.stop)
+    return {"layers_per_chunk": 1}
 
 
 def _without_standing(patch: pytest.MonkeyPatch) -> dict[str, object]:
@@ -210,6 +217,7 @@ CONTROLS: list[tuple[Patch, int, str]] = [
     (_with_early_timers, 5260, REUSED),
     (_with_ended_tickets, 0, "given back under"),
     (_with_early_grants, 0, "before they were said to be computed|of another context rank"),
+    (_without_layers, 0, "before they were said to be computed"),
     (_without_standing, 200, "wrong bytes|has not"),
     (_with_sessions_of_abandoned_prompts, 0, "wrong bytes|has not|still open"),
     (_without_return, 200, "told to be gone"),

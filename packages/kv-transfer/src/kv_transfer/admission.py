@@ -5,7 +5,7 @@ Out: the End with which it is turned away, or the words for it; nothing, if it c
 Law: what a peer says of sizes is computed with only after it is bounded by our own.
 """
 
-from kv_core.spans import Span
+from kv_core.spans import Span, ceil_div
 from kv_transfer.offers import HeldOffer
 from kv_transfer.plan.cache_state import CacheState, Share
 from kv_transfer.plan.compatibility import is_converted
@@ -52,9 +52,12 @@ def misfit(ask: Ask, state: CacheState, share: Share, max_chunk_bytes: int, held
         return f"chunks are too large: ours={max_chunk_bytes}, theirs={ask.chunk_bytes}"
     moved = [(piece, widened(_tokens(piece, ask), state)) for piece in ask.pieces]
     num_bytes = sum(num_bytes_of(piece.layers, piece.heads, tokens, state) for piece, tokens in moved)
-    # A chunk is at least half full, or the last of its row.
-    if 2 * num_bytes // ask.chunk_bytes > MAX_CHUNKS:
-        return f"too many chunks: bytes={num_bytes}, chunk={ask.chunk_bytes}, most={MAX_CHUNKS}"
+    most_layers = max(len(piece.layers) for piece in ask.pieces)
+    num_cuts = ceil_div(most_layers, ask.layers_per_chunk or most_layers)
+    # A chunk is at least half full, or the last of its row; then it is cut by layers.
+    if num_cuts * max(len(ask.pieces), 2 * num_bytes // ask.chunk_bytes) > MAX_CHUNKS:
+        layers = f"layers a chunk={ask.layers_per_chunk or most_layers} of {most_layers}"
+        return f"too many chunks: bytes={num_bytes}, chunk={ask.chunk_bytes}, {layers}, most={MAX_CHUNKS}"
     # Why only now: what a peer says of the length of a prompt is not computed with before the offer bounds it.
     return "" if held is None else _unoffered(ask, state, share, held.offer.num_tokens)
 

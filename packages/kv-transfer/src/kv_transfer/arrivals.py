@@ -115,25 +115,26 @@ class Arrivals:
         self._quarantine.free_later(self._quarantine.writers_of(peer.key))
 
     def _serve(self, session: ReceiveSession) -> Turn:
-        if not session.has_more or len(session.granted) >= self._room.config.chunks_in_flight:
+        seq = session.next_seq
+        if seq is None or len(session.granted) >= self._room.config.chunks_in_flight:
             # It comes back when a chunk of it has arrived, or more is computed.
             return Turn.OVER
-        num_bytes, owner = session.chunks[session.next_seq].num_bytes, session.peer.run
+        num_bytes, owner = session.chunks[seq].num_bytes, session.peer.run
         if not self._arena.has_share(num_bytes, owner):
             return Turn.HAS_SHARE
         lease = self._arena.lease(num_bytes, owner)
         if lease is None:
             return Turn.NO_ROOM
-        self._grant(session, lease)
+        self._grant(session, seq, lease)
         return Turn.SERVED
 
-    def _grant(self, session: ReceiveSession, lease: StagingLease) -> None:
+    def _grant(self, session: ReceiveSession, seq: int, lease: StagingLease) -> None:
         stamps, now = session.load.stamps, self._room.timers.clock()
         stamps.granted = stamps.granted or now
         session.begins_to_move(now)
-        session.granted[session.next_seq] = lease
-        self._say_grant(session, session.next_seq)
-        session.next_seq += 1
+        session.ungranted.grant(seq)
+        session.granted[seq] = lease
+        self._say_grant(session, seq)
 
     def _say_grant(self, session: ReceiveSession, seq: int) -> None:
         granted = session.granted[seq].slice.remote

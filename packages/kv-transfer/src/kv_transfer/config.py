@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kv_core.errors import CallerError
+from kv_transfer.plan.cache_state import MAX_LAYERS
 from kv_transfer.protocol.codec import MAX_MESSAGE_BYTES
 from kv_transfer.thresholds import ARENA, CHUNK, IN_PLACE_RUN, MIB, Link
 
@@ -57,6 +58,7 @@ RANGES: Final[dict[str, tuple[float, float]]] = {
     "chunk_bytes": (MIN_CHUNK_BYTES, 1 << 40),
     "send_arena_bytes": (MIN_CHUNK_BYTES, MAX_ARENA_BYTES),
     "receive_arena_bytes": (MIN_CHUNK_BYTES, MAX_ARENA_BYTES),
+    "layers_per_chunk": (0, MAX_LAYERS),
     "chunks_in_flight": (1, 1024),
     "unmap_idle_s": _TIME,
     "stall_s": _TIME,
@@ -118,6 +120,9 @@ class TransferConfig:
     powers of two up to 2 GiB; and at least two chunks, if `chunk_bytes` is set."""
     receive_arena_bytes: int | None = None
     """Staging memory of each rank for what it receives. None: as `send_arena_bytes`."""
+    layers_per_chunk: int = 0
+    """Most layers of one chunk that we take, so that the first layers of a step travel while the others are computed:
+    where a sender's engine tells of layers (`Transceiver.advance`). 0: all of them together."""
     chunks_in_flight: int = 4
     """Most chunks of one session that are granted, or being written, at once."""
     checksum: bool = True

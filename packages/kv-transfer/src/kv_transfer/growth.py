@@ -1,6 +1,6 @@
 """How much of an offered prompt is computed, and whether its blocks still are its own.
 
-In:  what the engine says: so many tokens are computed, and lie in these blocks.
+In:  what the engine says: so many tokens are computed, more of them in its first layers, and they lie in these blocks.
 Out: HeldGrowth for the reactor's thread, GrowingBook for the engine's, and the Standing that both share.
 Law: progress never goes back, and an entry of a table once given never changes. A Standing is ended in the engine's own
      thread before the engine uses the blocks for anything else: so whoever has read blocks, and then finds it whole,
@@ -10,12 +10,13 @@ Law: progress never goes back, and an entry of a table once given never changes.
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from kv_core.errors import CallerError
 from kv_core.ids import RequestId
 from kv_core.spans import Span
 from kv_transfer.orders import BlockTables, Offer, Tables
+from kv_transfer.plan.frontier import EVERY_LAYER, Ahead, Frontier
 
 if TYPE_CHECKING:
     import torch
@@ -29,10 +30,14 @@ class Standing:
     """Why the engine has taken the blocks back; empty while it has not."""
 
 
-class Step(NamedTuple):
-    """From here on tokens [0, num_computed) are computed, once `filled` has happened (CUDA)."""
+Filled: TypeAlias = "torch.cuda.Event | None"
+"""After which event what is computed lies in its blocks (CUDA)."""
 
-    num_computed: int
+
+class Step(NamedTuple):
+    """From here on so much is computed, once `filled` has happened (CUDA)."""
+
+    computed: Frontier
     filled: "torch.cuda.Event | None"
 
 
@@ -47,26 +52,32 @@ class HeldGrowth:
     standing: Standing = field(default_factory=Standing)
 
     @property
+    def computed(self) -> Frontier:
+        """What may be read."""
+        return self.steps[-1].computed
+
+    @property
     def num_computed(self) -> int:
-        """Tokens that may be read: [0, num_computed)."""
-        return self.steps[-1].num_computed
+        """Tokens that may be read in all layers: [0, num_computed)."""
+        return self.computed.num_computed
 
-    def advance(self, num_computed: int, by_group: Tables, filled: "torch.cuda.Event | None") -> None:
-        """So much more is computed."""
+    def advance(self, computed: Frontier, by_group: Tables, filled: "torch.cuda.Event | None") -> None:
+        """So much is computed by now."""
         self.tables = replace(self.tables, by_group=by_group)
-        self.steps.append(Step(num_computed, filled))
+        self.steps.append(Step(computed, filled))
 
-    def filled(self, num_tokens: int) -> "torch.cuda.Event | None":
-        """After which event tokens [0, num_tokens) are in their blocks: the first that says so."""
-        first = bisect_left(self.steps, num_tokens, key=lambda step: step.num_computed)
+    def filled(self, tokens: Span, layers: Span = EVERY_LAYER) -> "torch.cuda.Event | None":
+        """After which event these are in their blocks: the first that says so."""
+        first = bisect_left(self.steps, True, key=lambda step: step.computed.covers(tokens, layers))
         assert first < len(self.steps), "law: only what is computed is read"
         return self.steps[first].filled
 
-    def lack(self, wanted: Span) -> str:
+    def lack(self, tokens: Span, layers: Span = EVERY_LAYER) -> str:
         """That not all of this is computed, in both values; empty if it is."""
-        if self.num_computed >= wanted.stop:
+        if self.computed.covers(tokens, layers):
             return ""
-        return f"the prompt is not computed so far: computed=[0, {self.num_computed}), wanted={wanted}"
+        of_layers = "" if layers == EVERY_LAYER else f" of layers {layers}"
+        return f"the prompt is not computed so far: computed={self.computed}, wanted={tokens}{of_layers}"
 
 
 @dataclass(slots=True, eq=False)
@@ -77,12 +88,19 @@ class _Growing:
     num_computed: int
     by_group: Tables
     standing: Standing
+    ahead: Ahead | None = None
+
+    @property
+    def computed(self) -> Frontier:
+        return Frontier(self.num_computed, self.ahead)
 
 
 class GrowingBook:
     """Offers that grow, until they are complete or abandoned; of the engine's thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: Span = EVERY_LAYER) -> None:
+        """`layers` are the rank's own."""
+        self._layers = layers
         self._growing: dict[RequestId, _Growing] = {}
 
     def __contains__(self, request_id: RequestId) -> bool:
@@ -99,14 +117,18 @@ class GrowingBook:
             self._growing[offer.request_id] = _Growing(offer, *told, standing)
         return standing
 
-    def advance(self, request_id: RequestId, num_computed: int, by_group: Tables) -> None:
+    def advance(
+        self, request_id: RequestId, num_computed: int, by_group: Tables, ahead: Ahead | None = None
+    ) -> Frontier:
         """CallerError, with both values, if progress goes back or beyond the prompt, or a table's entry changes."""
-        known = self._known(request_id)
+        known, told = self._known(request_id), Frontier(num_computed, ahead)
         if not known.num_computed <= num_computed <= known.offer.num_tokens:
             bounds = f"told before={known.num_computed}, prompt={known.offer.num_tokens}, told now={num_computed}"
             raise CallerError(f"progress goes back, or beyond the prompt: request={request_id}, {bounds}")
+        self._check_ahead(known, told)
         _check_extended(request_id, known.by_group, by_group)
-        known.num_computed, known.by_group = num_computed, by_group
+        known.num_computed, known.ahead, known.by_group = num_computed, ahead, by_group
+        return told
 
     def complete(self, request_id: RequestId) -> None:
         """CallerError, with both values, unless all is computed."""
@@ -120,7 +142,7 @@ class GrowingBook:
         """Ends its standing at once; answers the reason with what was computed."""
         known = self._known(request_id)
         del self._growing[request_id]
-        known.standing.ended = f"{reason}: computed=[0, {known.num_computed}) of [0, {known.offer.num_tokens})"
+        known.standing.ended = f"{reason}: computed={known.computed} of [0, {known.offer.num_tokens})"
         return known.standing.ended
 
     def length(self, request_id: RequestId) -> int:
@@ -137,6 +159,19 @@ class GrowingBook:
             assert first <= known.num_computed <= most, f"law: progress is of the prompt, and forward: {request_id}"
             for old, new in zip(known.offer.tables.by_group, known.by_group, strict=True):
                 assert tuple(new[: len(old)]) == tuple(old), f"law: an entry once given never changes: {request_id}"
+
+    def _check_ahead(self, known: _Growing, told: Frontier) -> None:
+        name, ours, prompt = known.offer.request_id, self._layers, known.offer.num_tokens
+        if (ahead := told.ahead) is not None:
+            if not told.num_computed < ahead.token_stop <= prompt:
+                bounds = f"computed={told.num_computed}, prompt={prompt}, ahead to={ahead.token_stop}"
+                raise CallerError(f"what is ahead is computed already, or beyond the prompt: request={name}, {bounds}")
+            if not ours.start < ahead.layer_stop <= ours.stop:
+                both = f"ours={ours}, ahead to={ahead.layer_stop}"
+                raise CallerError(f"layers that are ahead are not of this rank: request={name}, {both}")
+        if not told.includes(known.computed):
+            both = f"told before={known.computed}, told now={told}"
+            raise CallerError(f"what was computed ahead is not any more: request={name}, {both}")
 
     def _known(self, request_id: RequestId) -> _Growing:
         if request_id not in self._growing:

@@ -3,7 +3,7 @@
 In:  sessions that are being served; ends of the work that fills their blocks.
 Out: Ready, again whenever more is computed.
 Law: a reader of blocks where they lie takes all at once, and cannot wait for them: it is told which they are once all
-     that it asks for is computed, and they are filled.
+     that it asks for is computed, and they are filled. Of layers only they hear who cut their chunks by them.
 """
 
 from functools import partial
@@ -15,6 +15,7 @@ from kv_transfer.lanes import Lane
 from kv_transfer.mover import Moved
 from kv_transfer.offers import HeldOffer
 from kv_transfer.peers import Peers
+from kv_transfer.plan.frontier import Frontier
 from kv_transfer.protocol.messages import Ready, RefuseCode, SharedBlocks
 from kv_transfer.protocol.session import Sending
 from kv_transfer.room import Room
@@ -42,7 +43,7 @@ class Invitations:
         if not session.ask.direct or session.lack:
             self._answer(session, session.held, None)
             return
-        filled = session.held.growth.filled(session.ask.tokens.stop)
+        filled = session.held.growth.filled(session.ask.tokens)
         if filled is None or filled.query():  # type: ignore[no-untyped-call]
             self._readable(session, session.held, Moved(None, None, 0.0))
         else:
@@ -66,15 +67,16 @@ class Invitations:
             self._listener.chunk_failed(session, RefuseCode.UNFIT, f"the blocks are too many to be told: {error}")
 
     def _answer(self, session: SendSession, held: HeldOffer, blocks: SharedBlocks | None) -> None:
-        session.told = max(session.told, held.growth.num_computed)
-        self._peers.answer(session.peer, _ready_of(session, held, blocks))
+        told = session.tells(held.growth.computed)
+        self._peers.answer(session.peer, _ready_of(session, told, blocks))
 
 
-def _ready_of(session: SendSession, held: HeldOffer, blocks: SharedBlocks | None) -> Ready:
+def _ready_of(session: SendSession, told: Frontier, blocks: SharedBlocks | None) -> Ready:
     return Ready(
         session=session.name,
         num_chunks=len(session.chunks),
         num_bytes=sum(chunk.num_bytes for chunk in session.chunks),
-        num_computed=held.growth.num_computed,
+        num_computed=told.num_computed,
+        ahead=told.ahead,
         blocks=blocks,
     )

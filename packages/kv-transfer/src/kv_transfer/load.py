@@ -13,13 +13,15 @@ from kv_transfer.direct.book import Entry
 from kv_transfer.gate import Gate
 from kv_transfer.orders import LoadTimes, Received, ReceiveOrder
 from kv_transfer.peer import Peer
-from kv_transfer.plan.plan import Chunk, needed
+from kv_transfer.plan.frontier import NOTHING, Frontier
+from kv_transfer.plan.plan import Chunk
 from kv_transfer.protocol.messages import Ask, Ready, SharedBlocks
 from kv_transfer.protocol.session import Receiving
 from kv_transfer.quarantine import Writer
 from kv_transfer.reports import Direction, Leg, Marks, Path, TransferReport, latest
 from kv_transfer.staging import StagingLease
 from kv_transfer.timers import Timer
+from kv_transfer.ungranted import Ungranted
 from kv_transfer.watermark import Watermark
 
 if TYPE_CHECKING:
@@ -127,13 +129,12 @@ class ReceiveSession:
     path: Path = Path.STAGED
     path_why: str = "it was not settled how to read it"
     state: Receiving = Receiving.WAITING
-    next_seq: int = 0
     granted: dict[int, StagingLease] = field(default_factory=dict)
     """Regions that the sender may write now."""
     doubted: set[int] = field(default_factory=set)
     """Chunks whose regions are in quarantine."""
-    num_computed: int = 0
-    """Tokens of the prompt that the sender had computed when it told us last."""
+    computed: Frontier = NOTHING
+    """How much of the prompt is computed, as the sender has told us."""
     blocks: SharedBlocks | None = None
     """Where a sender that is read directly keeps what was asked for."""
     is_read: bool = False
@@ -143,6 +144,7 @@ class ReceiveSession:
     is_proven: bool = False
     """The sender has said that what was read directly is what it offered."""
     num_arrived: int = 0
+    ungranted: Ungranted = field(init=False)
     scattered: Watermark = field(init=False)
     num_moved: int = 0
     """Chunks that are in our blocks."""
@@ -152,6 +154,7 @@ class ReceiveSession:
 
     def __post_init__(self) -> None:
         self.marks = Marks(self.load.stamps.ordered)
+        self.ungranted = Ungranted(self.chunks, self.ask.tokens)
         self.scattered = Watermark(self.chunks, self.ask.tokens)
 
     @property
@@ -218,27 +221,25 @@ class ReceiveSession:
         return self.opened_at + self.ask.ttl_ms / 1000
 
     @property
-    def has_more(self) -> bool:
-        """Whether a chunk waits for memory: one that is computed."""
-        if self.state is not Receiving.MOVING or self.next_seq == len(self.chunks):
-            return False
-        return needed(self.chunks[self.next_seq], self.ask.tokens).stop <= self.num_computed
+    def next_seq(self) -> int | None:
+        """The next chunk that waits for memory, of those that are computed; None if there is none."""
+        return self.ungranted.next(self.computed) if self.state is Receiving.MOVING else None
 
     @property
     def is_all_computed(self) -> bool:
         """Whether the sender need not tell us of progress any more."""
-        return self.num_computed >= self.ask.tokens.stop
+        return self.computed.num_computed >= self.ask.tokens.stop
 
     def hears(self, ready: Ready) -> None:
         """So much is computed; Readys may come in any order."""
-        self.num_computed = max(self.num_computed, ready.num_computed)
+        self.computed = self.computed.with_(Frontier(ready.num_computed, ready.ahead))
         self.blocks = self.blocks or ready.blocks
 
     @property
     def doing(self) -> str:
         """What it is about, for whoever waited in vain."""
         is_waiting = self.state is Receiving.MOVING and not self.is_all_computed
-        lack = f", computed=[0, {self.num_computed}), wanted={self.ask.tokens}" if is_waiting else ""
+        lack = f", computed={self.computed}, wanted={self.ask.tokens}" if is_waiting else ""
         return f"{self.peer}: {self.state.name.lower()}{lack}"
 
     def writer(self, seq: int) -> Writer:

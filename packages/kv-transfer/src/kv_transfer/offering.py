@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 from kv_core.errors import CallerError
 from kv_core.ids import RequestId, TransferId
+from kv_core.spans import Span
 from kv_transfer.growth import GrowingBook
 from kv_transfer.orders import Offer, Tables
+from kv_transfer.plan.frontier import EVERY_LAYER, Ahead
 from kv_transfer.sender import Sender
 
 if TYPE_CHECKING:
@@ -25,8 +27,16 @@ Mark = Callable[[], "torch.cuda.Event | None"]
 class Offering:
     """What one rank offers; the arguments of its methods are checked by whoever owns it."""
 
-    def __init__(self, sender: Sender, post: Post, mark: Mark, on_sent: Callable[[RequestId], None]) -> None:
-        self.growing = GrowingBook()
+    def __init__(
+        self,
+        sender: Sender,
+        post: Post,
+        mark: Mark,
+        on_sent: Callable[[RequestId], None],
+        layers: Span = EVERY_LAYER,
+    ) -> None:
+        """`layers` are the rank's own."""
+        self.growing = GrowingBook(layers)
         self._sender = sender
         self._post = post
         self._mark = mark
@@ -62,12 +72,12 @@ class Offering:
         filled = self._mark()
         self._post(lambda: self._sender.offer(offer, filled, standing))
 
-    def advance(self, request_id: RequestId, num_computed: int, by_group: Tables) -> None:
+    def advance(self, request_id: RequestId, num_computed: int, by_group: Tables, ahead: Ahead | None = None) -> None:
         """See `Transceiver.advance`."""
-        self.growing.advance(request_id, num_computed, by_group)
+        computed = self.growing.advance(request_id, num_computed, by_group, ahead)
         if request_id not in self._unopened:
             filled = self._mark()
-            self._post(lambda: self._sender.advance(request_id, num_computed, by_group, filled))
+            self._post(lambda: self._sender.advance(request_id, computed, by_group, filled))
 
     def complete(self, request_id: RequestId) -> None:
         """See `Transceiver.complete`."""

@@ -17,6 +17,7 @@ from kv_core.errors import CallerError
 from kv_core.ids import RequestId, TransferId
 from kv_transfer.growth import HeldGrowth, Standing, Step
 from kv_transfer.orders import Offer
+from kv_transfer.plan.frontier import Frontier
 from kv_transfer.tombstones import Tombstones
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class OfferBook:
         is_growing = offer.num_computed is not None
         computed = offer.num_tokens if offer.num_computed is None else offer.num_computed
         self._returning.pop(offer.request_id, None)
-        growth = HeldGrowth(offer.tables, [Step(computed, filled)], is_growing, standing or Standing())
+        growth = HeldGrowth(offer.tables, [Step(Frontier(computed), filled)], is_growing, standing or Standing())
         held = HeldOffer(offer, growth)
         reason = self._early.word((offer.transfer_id, offer.request_id))
         if reason is not None:

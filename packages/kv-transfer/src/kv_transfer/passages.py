@@ -3,7 +3,7 @@
 In:  grants of sessions that are being served; ends of gathers (mover) and of writes (agent).
 Out: for each chunk one report to the sender: written, failed, or nothing of it is under way any more.
 Law: a chunk is written only by a session that is being served, from an offer that is still the same after the gather.
-     Only computed tokens are gathered. What was gathered from an offer that its engine has taken back is gathered again
+     Only what is computed is gathered. What was gathered from an offer that its engine has taken back is gathered again
      if the session goes on with an equal one.
      What is posted keeps its staging until its physical end, or until the agent has taken it back.
 
@@ -128,7 +128,7 @@ class Passages:
         session.moves.reads.add(chunk.seq)
         job = self._copier.gather(chunk, held.growth.tables, lease.slice.tensor, checksum=session.ask.checksum)
         then = partial(self._gathered, session, Passage(chunk, grant.slice, lease), held)
-        filled = held.growth.filled(needed(chunk, session.ask.tokens).stop)
+        filled = held.growth.filled(needed(chunk, session.ask.tokens), chunk.piece.layers)
         self._room.copies.submit(job, filled, then, session.gate, lane=Lane.OUT)
 
     def _gathered(self, session: SendSession, passage: Passage, held: HeldOffer, moved: Moved) -> None:

@@ -7,6 +7,7 @@ Law: of the reactor's thread. What has ceased to take readers is never told.
 
 from functools import partial
 
+from kv_core.spans import Span
 from kv_transfer.direct.book import Book
 from kv_transfer.lanes import Lane
 from kv_transfer.mover import Moved
@@ -24,7 +25,7 @@ class Publisher:
         """The prompt is complete; the work that fills its blocks may still be queued."""
         if (book := self._book) is None:
             return
-        filled = held.growth.filled(held.offer.num_tokens)
+        filled = held.growth.filled(Span(0, held.offer.num_tokens))
         if filled is None or filled.query():  # type: ignore[no-untyped-call]
             self._tell(book, held)
         else:

@@ -101,12 +101,13 @@ class Receiver:
             num_tokens=load.order.tables.num_tokens,
             pieces=plan.pieces,
             chunk_bytes=chunk_bytes,
+            layers_per_chunk=self._room.config.layers_per_chunk,
             checksum=self._room.config.checksum,
             direct=False,
             ttl_ms=int(ttl_s * 1000),
         )
         codec.encode(ask, self._room.config.max_message_bytes)
-        chunks = chunks_of(plan.pieces, plan.tokens, peer.state, chunk_bytes)
+        chunks = chunks_of(plan.pieces, plan.tokens, peer.state, chunk_bytes, ask.layers_per_chunk)
         session = ReceiveSession(ask, peer, load, chunks, len(chunks), self._room.timers.clock())
         self._sessions[session.name] = session
         load.sessions.append(session)

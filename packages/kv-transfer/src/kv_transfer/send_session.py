@@ -14,6 +14,7 @@ from kv_transfer.agent.cards import RemoteSlice
 from kv_transfer.gate import Gate
 from kv_transfer.offers import HeldOffer, Pair
 from kv_transfer.peer import Peer
+from kv_transfer.plan.frontier import Frontier
 from kv_transfer.plan.plan import Chunk, needed
 from kv_transfer.protocol.messages import Ask, Data, Grant, RefuseCode, clipped
 from kv_transfer.protocol.session import SendEvent, Sending
@@ -75,19 +76,26 @@ class SendSession:
     marks: Marks = field(init=False)
     state: Sending = Sending.NEW
     chunks: tuple[Chunk, ...] = ()
+    layer_stops: frozenset[int] = frozenset()
+    """Where the layers of its chunks end."""
     moves: Moves = field(default_factory=Moves)
     held: HeldOffer | None = None
     gate: Gate = field(default_factory=Gate)
     """Every copy out of the offer's blocks goes through it; shut before they are given back."""
     end: End = End(RefuseCode.GONE, "the session has ended")
     deadline: Timer | None = None
-    told: int = 0
-    """Tokens that its receiver was told are computed."""
+    told: list[Frontier] = field(default_factory=list)
+    """How much its receiver was told is computed; several only if it went on with another offer."""
     is_invited: bool = False
     """Its receiver was told the very blocks, and reads them without asking again."""
 
     def __post_init__(self) -> None:
         self.marks = Marks(self.asked_at)
+
+    def is_cut(self, chunks: tuple[Chunk, ...]) -> None:
+        """These are its chunks."""
+        self.chunks = chunks
+        self.layer_stops = frozenset(chunk.piece.layers.stop for chunk in chunks)
 
     def is_cancelled(self, reason: str) -> None:
         """Its receiver wants no more, unless it is ending already."""
@@ -136,7 +144,30 @@ class SendSession:
 
     def lack_of(self, chunk: Chunk) -> str:
         """The same of one chunk."""
-        return "" if self.held is None else self.held.growth.lack(needed(chunk, self.ask.tokens))
+        wanted = needed(chunk, self.ask.tokens)
+        return "" if self.held is None else self.held.growth.lack(wanted, chunk.piece.layers)
+
+    @property
+    def is_by_layers(self) -> bool:
+        """Whether its receiver can do something with layers of a step that is being computed."""
+        return bool(self.ask.layers_per_chunk) and not self.ask.direct
+
+    def tells(self, computed: Frontier) -> Frontier:
+        """As much of this as its receiver is to be told, and is told from now on."""
+        telling = computed if self.is_by_layers else Frontier(computed.num_computed)
+        if not any(each.includes(telling) for each in self.told):
+            self.told = [*(each for each in self.told if not telling.includes(each)), telling]
+        return telling
+
+    def is_news(self, before: Frontier, computed: Frontier) -> bool:
+        """Whether its receiver may do more than before: of layers only those count with which a chunk of it ends."""
+        if computed.num_computed > before.num_computed:
+            return True
+        if computed.ahead is None or not self.is_by_layers:
+            return False
+        is_same_step = before.ahead is not None and before.ahead.token_stop == computed.ahead.token_stop
+        first = before.ahead.layer_stop if before.ahead is not None and is_same_step else 0
+        return any(first < stop <= computed.ahead.layer_stop for stop in self.layer_stops)
 
     @property
     def revoked(self) -> str:
@@ -161,7 +192,7 @@ class SendSession:
         if grant.seq >= len(self.chunks):
             return f"no such chunk: seq={grant.seq}, chunks={len(self.chunks)}"
         chunk = self.chunks[grant.seq]
-        is_told = needed(chunk, self.ask.tokens).stop <= self.told
+        is_told = any(each.covers(needed(chunk, self.ask.tokens), chunk.piece.layers) for each in self.told)
         if not is_told and (lack := self.lack_of(chunk)):
             return f"chunk {grant.seq} is granted too early: {lack}"
         wanted = chunk.num_bytes

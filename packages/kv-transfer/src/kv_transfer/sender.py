@@ -10,20 +10,20 @@ Law: what is settled is read to the end by those who read it, and by nobody else
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from kv_core.ids import RequestId, SessionId, TransferId
 from kv_transfer.admission import not_admitted, unserved
 from kv_transfer.copies import Copier
-from kv_transfer.growth import Standing
+from kv_transfer.growth import Filled, Standing
 from kv_transfer.invitations import Invitations
 from kv_transfer.offers import HeldOffer, OfferBook
 from kv_transfer.orders import Offer, Tables
 from kv_transfer.passages import Passages
 from kv_transfer.peer import Peer
 from kv_transfer.peers import Peers
+from kv_transfer.plan.frontier import Frontier
 from kv_transfer.plan.plan import chunks_of
 from kv_transfer.protocol.errors import UnexpectedMessage
 from kv_transfer.protocol.messages import (
@@ -44,9 +44,6 @@ from kv_transfer.send_session import End, Passage, SendSession
 from kv_transfer.staging import Arena
 from kv_transfer.succession import is_handed_on
 from kv_transfer.tombstones import Tombstones
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -81,21 +78,20 @@ class Sender:
 
     # -- from our engine ---------------------------------------------------------------------------------------------
 
-    def offer(self, offer: Offer, filled: "torch.cuda.Event | None", standing: Standing | None = None) -> None:
+    def offer(self, offer: Offer, filled: Filled, standing: Standing | None = None) -> None:
         """Serve the blocks of this request, also to those who asked before."""
         if not self.offers.add(offer, filled, self._room.timers.clock(), standing):
             self._on_sent(offer.request_id)
         self._consider_parked(offer.transfer_id)
 
-    def advance(
-        self, request_id: RequestId, num_computed: int, by_group: Tables, filled: "torch.cuda.Event | None"
-    ) -> None:
+    def advance(self, request_id: RequestId, computed: Frontier, by_group: Tables, filled: Filled) -> None:
         """More of a growing offer may be served."""
         if (held := self.offers.get(request_id)) is not None:
-            waiting = [session for session in self._serving(held) if session.lack]
-            held.growth.advance(num_computed, by_group, filled)
+            before, waiting = held.growth.computed, [session for session in self._serving(held) if session.lack]
+            held.growth.advance(computed, by_group, filled)
             for session in waiting:
-                self._on(session, SendEvent.ADVANCED)
+                if session.is_news(before, computed):
+                    self._on(session, SendEvent.ADVANCED)
                 self.passages.go_on(session)
             self._consider_parked(held.offer.transfer_id)
 
@@ -239,7 +235,8 @@ class Sender:
         end = self._objection(session, held)
         try:
             if held is not None and end is None and not session.chunks:
-                session.chunks = chunks_of(ask.pieces, ask.tokens, self._room.identity.state, ask.chunk_bytes)
+                state = self._room.identity.state
+                session.is_cut(chunks_of(ask.pieces, ask.tokens, state, ask.chunk_bytes, ask.layers_per_chunk))
         except ValueError as error:
             end = End(RefuseCode.UNFIT, clipped(str(error)))
         if end is not None:

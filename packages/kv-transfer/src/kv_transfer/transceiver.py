@@ -40,6 +40,7 @@ from kv_transfer.mover import Mover
 from kv_transfer.offering import Offering
 from kv_transfer.orders import Arrived, BlockTables, LoadTimes, Offer, Progress, Received, ReceiveOrder, Tables
 from kv_transfer.plan.cache_state import CacheState
+from kv_transfer.plan.frontier import Ahead, Frontier
 from kv_transfer.pools import PagedCaches
 from kv_transfer.profiling import Ranges, ranges_for
 from kv_transfer.protocol.messages import RankCard
@@ -56,7 +57,6 @@ logger = logging.getLogger(__name__)
 
 POLL_CLOSE_S: Final = 0.5
 """What `close` allows for the last steps, beyond the time in which it waits for peers."""
-
 
 MAX_UNTOLD: Final = 4096
 """Reports that are kept for an engine that does not poll."""
@@ -142,7 +142,8 @@ class Transceiver:
         caches_in_doubt = shared.regions if shared else ()
         self._resident = Resident(self._core, self._reactor, self._mover, agent, (send, receive), caches_in_doubt)
         # What the engine has handed in and was not told the end of.
-        self._offering = Offering(self._core.sender, self._reactor.post, self._mover.mark, self._sent.append)
+        ways = self._reactor.post, self._mover.mark, self._sent.append
+        self._offering = Offering(self._core.sender, *ways, layers=state.share_of(rank).layers)
         self._ordered: dict[RequestId, _Ordered] = {}
         self._given_up: Counter[RequestId] = Counter()
         """Orders that were ended here, and that the reactor will report too, should it ever go on."""
@@ -167,16 +168,16 @@ class Transceiver:
         self._check_tables(offer.request_id, offer.tables, offer.num_computed)
         self._offering.open(offer, is_troubled=bool(self._watcher.trouble()))
 
-    def advance(self, request_id: RequestId, num_computed: int, by_group: Tables) -> None:
-        """Tokens [0, num_computed) of a growing offer are computed, in all layers, and lie in these blocks.
+    def advance(self, request_id: RequestId, num_computed: int, by_group: Tables, ahead: Ahead | None = None) -> None:
+        """Tokens [0, num_computed) of a growing offer are computed in all layers, those `ahead` in its first ones.
 
         On CUDA once the current stream's work is done. `by_group` lists all blocks so far; none that was told before
-        may have changed. Raises CallerError, with both values, if one has, if progress goes back or beyond the prompt,
-        if the blocks are too few, or if no offer of the request is growing; then nothing has happened.
+        may have changed. Raises CallerError, with both values, if one has, if progress goes back or beyond the prompt
+        or our layers, if blocks are too few, or no offer of the request is growing; then nothing has happened.
         """
         tables = BlockTables(self._offering.growing.length(request_id), by_group)
-        self._check_tables(request_id, tables, num_computed)
-        self._offering.advance(request_id, num_computed, by_group)
+        self._check_tables(request_id, tables, Frontier(num_computed, ahead).stop)
+        self._offering.advance(request_id, num_computed, by_group, ahead)
 
     def complete(self, request_id: RequestId) -> None:
         """A growing offer is as any other from now on: its blocks are kept until it is sent.
@@ -209,10 +210,8 @@ class Transceiver:
         if order.request_id in self._ordered:
             raise CallerError(f"the request has an order already: request={order.request_id}")
         if order.tokens.stop > order.tables.num_tokens:
-            wanted, length = order.tokens, order.tables.num_tokens
-            raise CallerError(
-                f"tokens beyond the prompt: request={order.request_id}, wanted={wanted}, num_tokens={length}"
-            )
+            both = f"wanted={order.tokens}, num_tokens={order.tables.num_tokens}"
+            raise CallerError(f"tokens beyond the prompt: request={order.request_id}, {both}")
         self._check_tables(order.request_id, order.tables)
         self._arrived.pop(order.request_id, None)
         gate, within_s = Gate(), 0.0 if self._watcher.trouble() else self._deadline_s

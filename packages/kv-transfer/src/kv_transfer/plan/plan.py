@@ -132,17 +132,22 @@ def counterparts(
     return tuple(one for one in holding if meets[peer.share_of(one).context_rank])
 
 
-def chunks_of(pieces: Sequence[Piece], tokens: Span, state: CacheState, max_bytes: int) -> tuple[Chunk, ...]:
+def chunks_of(
+    pieces: Sequence[Piece], tokens: Span, state: CacheState, max_bytes: int, most_layers: int = 0
+) -> tuple[Chunk, ...]:
     """Cuts the pieces into chunks of at most `max_bytes`; `state` is the sender's.
 
-    Chunks are in order of their last tokens, over all pieces.
+    Chunks are in order of their last tokens, over all pieces, then of their layers.
     Tokens are cut first, at block boundaries of the sender, so that a chunk touches few blocks on either side. Layers
     are cut only when one block of all layers is too big, and blocks only when one block of one layer is. Raises
-    CallerError when not even the smallest movable unit of one layer fits.
+    CallerError when not even the smallest movable unit of one layer fits. With `most_layers` a chunk that holds more of
+    them is cut into some that do not, of the same tokens.
     """
-    cuts = [cut for piece in pieces for cut in _cuts(piece, _moved(piece, tokens, state), state, max_bytes)]
-    # Why sorted: a prompt is computed from its first token on, and chunks go in order.
-    cuts.sort(key=lambda cut: cut[1].stop)
+    cuts = [
+        cut for piece in pieces for cut in _cuts(piece, _moved(piece, tokens, state), state, max_bytes, most_layers)
+    ]
+    # Why sorted: a prompt is computed from its first token on, a step of it from the first layer on.
+    cuts.sort(key=lambda cut: (cut[1].stop, cut[0].layers.start))
     return tuple(Chunk(seq, *cut) for seq, cut in enumerate(cuts))
 
 
@@ -211,9 +216,12 @@ def _moved(piece: Piece, tokens: Span, state: CacheState) -> Span:
     return widened(tokens if piece.tokens is None else piece.tokens, state)
 
 
-def _cuts(piece: Piece, tokens: Span, state: CacheState, max_bytes: int) -> Iterator[tuple[Piece, Span, int]]:
+def _cuts(
+    piece: Piece, tokens: Span, state: CacheState, max_bytes: int, most_layers: int
+) -> Iterator[tuple[Piece, Span, int]]:
     """(box, tokens, bytes) of each chunk of one piece: tokens outermost, so that early tokens arrive first."""
     num_layers, num_tokens = _steps(piece, state, max_bytes)
+    num_layers = min(num_layers, most_layers or num_layers)
     boxes = [
         (Piece(layers, piece.heads), num_bytes_of(layers, piece.heads, ONE, state))
         for layers in _steps_over(piece.layers, num_layers, 1)

@@ -19,7 +19,7 @@ from kv_transfer.protocol.errors import ForeignVersion, MalformedMessage
 from kv_transfer.protocol.messages import Message
 
 MAGIC: Final = b"kf"
-WIRE_VERSION: Final = 4
+WIRE_VERSION: Final = 5
 """Raised by every change of bytes; docs/wire.md keeps the history."""
 
 MAX_MESSAGE_BYTES: Final = 4 << 20

@@ -17,8 +17,9 @@ import msgspec
 from kv_core.ids import Incarnation, InstanceId, Rank, SessionId, TransferId
 from kv_core.spans import Span
 from kv_transfer.agent.cards import MAX_NAME_CHARS, AgentCard, DirectCard, RemoteSlice
-from kv_transfer.plan.cache_state import MAX_RANKS, CacheState
+from kv_transfer.plan.cache_state import MAX_LAYERS, MAX_RANKS, CacheState
 from kv_transfer.plan.compatibility import Reason
+from kv_transfer.plan.frontier import Ahead
 from kv_transfer.plan.plan import MAX_TOKENS, Piece
 
 MAX_DETAIL_CHARS = 2000
@@ -42,6 +43,7 @@ ChunkSeq = Annotated[int, msgspec.Meta(ge=0, lt=MAX_CHUNKS)]
 NumChunks = Annotated[int, msgspec.Meta(ge=1, le=MAX_CHUNKS)]
 NumTokens = Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
 NumComputed = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
+NumLayers = Annotated[int, msgspec.Meta(ge=0, le=MAX_LAYERS)]
 NumBytes = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=86_400_000)]
 Detail = Annotated[str, msgspec.Meta(max_length=MAX_DETAIL_CHARS)]
@@ -171,8 +173,9 @@ class HelloRefused(Payload, frozen=True, tag="hello-refused"):
 class Ask(Payload, frozen=True, tag="ask"):
     """Receiver to sender: open a session for these pieces of these tokens. Repeated while unanswered.
 
-    `incarnation` is the addressee's. `num_tokens` is the length of the sequence that context ranks share. `checksum`
-    asks for one in each Data. `direct`: we read the blocks where they lie, and are not sent any.
+    `incarnation` is the addressee's. `num_tokens` is the length of the sequence that context ranks share. Who asks for
+    chunks of at most so many layers (0: of all) hears of layers as well. `checksum` asks for one in each Data.
+    `direct`: we read the blocks where they lie, and are not sent any.
     """
 
     session: SessionName
@@ -183,6 +186,7 @@ class Ask(Payload, frozen=True, tag="ask"):
     num_tokens: NumTokens
     pieces: Annotated[tuple[Piece, ...], msgspec.Meta(min_length=1, max_length=MAX_PIECES)]
     chunk_bytes: ChunkBytes
+    layers_per_chunk: NumLayers
     checksum: bool
     direct: bool
     ttl_ms: Milliseconds
@@ -195,14 +199,15 @@ class Ask(Payload, frozen=True, tag="ask"):
 class Ready(Payload, frozen=True, tag="ready"):
     """Sender to receiver: the offer is here and held for this session; grant memory, or read `blocks`.
 
-    Of its prompt, tokens [0, num_computed) are computed; said again when there are more. Only chunks of computed tokens
-    may be granted. `blocks` are told once everything asked for is computed.
+    Of its prompt, tokens [0, num_computed) are computed, and those `ahead` in the first layers; said again when there
+    is more. Only chunks of what is computed may be granted. `blocks` are told once everything asked for is computed.
     """
 
     session: SessionName
     num_chunks: NumChunks
     num_bytes: NumBytes
     num_computed: NumComputed
+    ahead: Ahead | None
     blocks: SharedBlocks | None
 
 
