@@ -31,6 +31,7 @@ SIDES = {
             "release_deadline_s",
             "receive_arena_bytes",
             "unmap_idle_s",
+            "layers_per_chunk",
             "own_blocks",
             "in_place_run_bytes",
             "peers",

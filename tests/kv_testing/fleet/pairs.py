@@ -47,7 +47,7 @@ class PairSide:
         """Start all ranks of this side of the pair; answers where its door is, and which run it is."""
         self._pair: Pair = random_pair(seed)
         chunk_bytes = max(64, self._pair.max_bytes) if self._pair.max_bytes <= 1 << 14 else None
-        config = replace(FAST, chunk_bytes=chunk_bytes)
+        config = replace(FAST, chunk_bytes=chunk_bytes, layers_per_chunk=self._pair.most_layers)
         state = self._pair.sender if self._role == "sender" else self._pair.receiver
         self._side = make_nixl_side(
             self._role, state, config, self._tls, NoFaults(), num_tokens=self._pair.tokens.stop, limits=BUSY_MACHINE

@@ -72,7 +72,8 @@ def drawn_pairs(start, stop):
 
 def play(seed):
     drawn, hub = random_pair(seed), LoopbackHub()
-    config = replace(FAST, chunk_bytes=max(64, drawn.max_bytes) if drawn.max_bytes <= 1 << 14 else None)
+    chunk_bytes = max(64, drawn.max_bytes) if drawn.max_bytes <= 1 << 14 else None
+    config = replace(FAST, chunk_bytes=chunk_bytes, layers_per_chunk=drawn.most_layers)
     p, d = (
         make_side(hub, name, state, config, num_tokens=drawn.tokens.stop)
         for name, state in (("p", drawn.sender), ("d", drawn.receiver))
