@@ -274,6 +274,7 @@ def _ask(request_id: int, plan: SessionPlan) -> Ask:
         num_tokens=plan.tokens.stop,
         pieces=plan.pieces,
         chunk_bytes=1 << 20,
+        layers_per_chunk=0,
         checksum=True,
         direct=False,
         ttl_ms=1000,

@@ -93,10 +93,10 @@ def draw_pair(dice: Dice) -> Pair:
     if tile != PLAIN and windows:
         # What widening adds must not count as tokens that a window is measured from.
         stop -= stop % blocks[0]
-    groups = [dice(0, state.parallel.num_groups - 1) for state in (sender, receiver)]
+    groups = dice(0, sender.parallel.num_groups - 1), dice(0, receiver.parallel.num_groups - 1)
     tokens, max_bytes = Span(dice(0, stop), stop), draw_max_bytes(dice, sender)
     # Drawn last: all else is as it was before there was this.
-    return Pair(sender, receiver, tokens, max_bytes, *groups, most_layers=pick(dice, (0, 0, 1, 2, 3)))
+    return Pair(sender, receiver, tokens, max_bytes, *groups, pick(dice, (0, 0, 1, 2, 3)))
 
 
 def draw_parallel(dice: Dice, num_layers: int, num_heads: int) -> ParallelLayout:

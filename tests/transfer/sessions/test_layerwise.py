@@ -59,7 +59,7 @@ def in_last_step(p, d, first=FIRST):
     """All but the last step of a prompt are computed, and have arrived."""
     prompt = GrowingPrompt(p).open(first)
     d.order(p, prompt.transfer_id)
-    wait_for(lambda: d.count("bytes_in") == bytes_of(d, first), what="what is computed")
+    wait_for_bytes(d, bytes_of(d, first), "what is computed")
     yield prompt
     d.check_clean()
     p.check_clean()
@@ -74,6 +74,11 @@ def bytes_of(side, num_computed, layer_stop=0, token_stop=0):
         is_computed = (tokens < num_computed) | (layers < layer_stop) & (tokens < token_stop)
         num_bytes += int((counts * is_computed).sum()) * state.num_planes * state.bytes_per_token_head
     return num_bytes
+
+
+def wait_for_bytes(side, num_bytes, what):
+    """So many are scattered, over all ranks."""
+    wait_for(lambda: side.count("bytes_in") == num_bytes, what=what)
 
 
 def end(p, d, prompt):
@@ -92,8 +97,7 @@ def test_all_but_the_last_layer_of_a_step_arrive_before_it_ends(prefill, decode)
     with pair(prefill, decode, config=BY_LAYERS) as (p, d, _), in_last_step(p, d) as prompt:
         for layer_stop in range(1, NUM_LAYERS):
             prompt.advance_layers(FIRST, Ahead(layer_stop, NUM_TOKENS))
-            so_far = bytes_of(d, FIRST, layer_stop, NUM_TOKENS)
-            wait_for(lambda so_far=so_far: d.count("bytes_in") == so_far, what=f"{layer_stop} layers of the last step")
+            wait_for_bytes(d, bytes_of(d, FIRST, layer_stop, NUM_TOKENS), f"{layer_stop} layers of the last step")
             steps(d)
             assert max(d.arrived.values()) < NUM_TOKENS, "the last layer lacks something"
         end(p, d, prompt)
@@ -104,8 +108,7 @@ def test_over_nixl():
     p, d = (make_nixl_side(name, state_of(), BY_LAYERS, None, Switches()) for name in ("p", "d"))
     with sides(p, d), in_last_step(p, d) as prompt:
         prompt.advance_layers(FIRST, Ahead(3, NUM_TOKENS))
-        so_far = bytes_of(d, FIRST, 3, NUM_TOKENS)
-        wait_for(lambda: d.count("bytes_in") == so_far, what="three layers of the last step")
+        wait_for_bytes(d, bytes_of(d, FIRST, 3, NUM_TOKENS), "three layers of the last step")
         end(p, d, prompt)
 
 
@@ -173,8 +176,7 @@ def test_layers_may_be_lost_or_come_late():
         prompt.advance_layers(FIRST, Ahead(3, NUM_TOKENS))
         wait_for(lambda: faults.num_said["Ready"] > 1, what="two lost Readys")
         faults.dropped.clear()
-        so_far = bytes_of(d, FIRST, 3, NUM_TOKENS)
-        wait_for(lambda: d.count("bytes_in") == so_far, what="the answer to another Ask")
+        wait_for_bytes(d, bytes_of(d, FIRST, 3, NUM_TOKENS), "the answer to another Ask")
         end(p, d, prompt)
         d.check_clean()
         p.check_clean()
@@ -232,10 +234,9 @@ def test_an_equal_prompt_that_is_behind_goes_on_within_its_own_step():
             gather.wait_until_met()
             other = GrowingPrompt(p, RequestId("p1"), prompt.transfer_id).open(4)
             prompt.give_up()
-        wait_for(lambda: d.count("bytes_in") == bytes_of(d, 4), what="what the other has computed")
+        wait_for_bytes(d, bytes_of(d, 4), "what the other has computed")
         other.advance_layers(4, Ahead(2, NUM_TOKENS))
-        so_far = bytes_of(d, 4, 2, 8)
-        wait_for(lambda: d.count("bytes_in") == so_far, what="two layers of the other's step, where all were told")
+        wait_for_bytes(d, bytes_of(d, 4, 2, 8), "two layers of the other's step, where all were told")
         end(p, d, other)
         wait_for(lambda: p.step() == [(0, "p1")], what="the end of the other")
         d.check_clean()
@@ -277,8 +278,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(call, why):
         with pytest.raises(CallerError, match=why):
             call(prompt)
         d.order(p, prompt.transfer_id)
-        so_far = bytes_of(d, FIRST, 1, 24)
-        wait_for(lambda: d.count("bytes_in") == so_far, what="what was said before")
+        wait_for_bytes(d, bytes_of(d, FIRST, 1, 24), "what was said before")
         end(p, d, prompt)
         d.check_clean()
         p.check_clean()
