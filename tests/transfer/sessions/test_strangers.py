@@ -212,6 +212,7 @@ class TestAnImpostor:
             "num_tokens": 41,
             "pieces": [{"layers": {"start": 0, "stop": 4}, "heads": {"start": 0, "stop": 4}}],
             "chunk_bytes": 1024,
+            "layers_per_chunk": 0,
             "checksum": True,
             "direct": False,
             "ttl_ms": 2000,
