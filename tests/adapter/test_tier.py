@@ -19,6 +19,7 @@ from kv_engine_adapter.tier_orders import (
 from kv_engine_adapter.tier_terms import BreakEven
 from kv_testing.tier_calls import Clock, answer, make, request, save, table
 from kv_testing.tier_engine import TierEngine
+from kv_transfer.plan.ranges import HOLE
 
 
 @pytest.fixture
@@ -301,6 +302,71 @@ def test_engines_do_load_and_are_disturbed():
     assert seen["preemptions while something is open"] > 50, seen
     assert seen["resets while something is open"] > 20, seen
     assert seen["aborts while loading"] > 5, seen
+
+
+# Windows.
+
+
+def windowed_table(num_tokens, first):
+    """One group that sees all, and one of which the blocks before `first` are gone."""
+    (full,) = table(num_tokens)
+    return full, tuple(HOLE if at < first else 1000 + block for at, block in enumerate(full))
+
+
+def copied(tiers, job):
+    (order,) = tiers.take_orders().jobs
+    assert order.job == job
+    assert answer(tiers, (job, order.tokens.stop)) == [job]
+    return order
+
+
+def test_a_prefix_is_found_as_far_as_its_windows_are_there(clock):
+    tiers = make(clock, windows=(0, 80))
+    asked = request("a", 717, num_prompt=700)
+    order = copied(tiers, tiers.finished(asked, 716, windowed_table(716, 19)))
+    assert order.absent == (frozenset(), frozenset(range(19)))
+    assert tiers.num_tokens(request("b", 717), 0) == 716
+    assert tiers.num_tokens(request("c", 700), 0) == 699, "its window begins in block 19"
+    assert tiers.num_tokens(request("d", 688), 0) == 687, "in block 19 by one token"
+    assert tiers.num_tokens(request("e", 687), 0) == 0, "in block 18"
+    tiers.check()
+
+
+def test_blocks_of_a_prompt_are_copied_as_they_are_computed_and_nothing_twice(clock):
+    tiers = make(clock, windows=(0, 80))
+    asked = request("a", 301, num_prompt=200)
+    first = tiers.computed(asked, Span(0, 96), windowed_table(96, 0))
+    second = tiers.computed(asked, Span(96, 192), windowed_table(192, 1))
+    last = tiers.finished(asked, 300, windowed_table(300, 6))
+    assert tiers.copied_by(second) == Span(96, 192), "kept until its turn comes"
+    assert copied(tiers, first).tokens == Span(0, 96)
+    assert copied(tiers, second).tokens == Span(96, 192)
+    assert copied(tiers, last).tokens == Span(192, 300)
+    assert tiers.num_tokens(request("b", 200), 0) == 199
+    assert tiers.num_tokens(request("c", 97), 0) == 96
+    assert tiers.num_tokens(request("d", 301), 0) == 300
+    tiers.check()
+
+
+def test_a_part_that_was_absent_is_added_to_what_is_there(clock):
+    tiers = make(clock, windows=(0, 80))
+    copied(tiers, tiers.finished(request("a", 301), 300, windowed_table(300, 6)))
+    assert tiers.num_tokens(request("b", 193), 0) == 0
+    order = copied(tiers, tiers.finished(request("c", 230), 229, windowed_table(229, 3)))
+    assert order.absent == (frozenset(range(3, 7)), frozenset())
+    assert tiers.num_tokens(request("d", 193), 0) == 192
+    tiers.check()
+
+
+def test_a_save_behind_one_that_failed_is_not_made(clock):
+    tiers = make(clock, windows=(0, 80))
+    asked = request("a", 301, num_prompt=200)
+    first = tiers.computed(asked, Span(0, 96), windowed_table(96, 0))
+    second = tiers.computed(asked, Span(96, 192), windowed_table(192, 1))
+    tiers.take_orders()
+    assert answer(tiers, (first, 0)) == [first, second], "what it lacks before its own blocks is gone"
+    assert tiers.take_orders().jobs == ()
+    tiers.check()
 
 
 @pytest.mark.long

@@ -124,7 +124,6 @@ def test_damage_in_host_memory_is_seen_if_one_looks(sides, verify):
 
 @pytest.mark.parametrize(("state", "why"), [
     (cut(layout=BlockLayout("head_major", "tile")), "plain blocks"),
-    (cut(windows=(0, 32, 0)), "see all tokens"),
 ])  # fmt: skip
 def test_what_is_not_kept_is_refused(state, why):
     caches = full_world(cut(), NUM_TOKENS).caches[Rank(0)]

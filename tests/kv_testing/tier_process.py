@@ -55,9 +55,9 @@ class TierProcess:
         self._pipe.send(("counts",))
         return dict(self._take(ANSWER_S))
 
-    def harm(self, prompt: tuple[int, ...], block: int) -> None:
-        """Turn the sign of all keys of a block that the host tier holds."""
-        self._pipe.send(("harm", prompt, block))
+    def harm(self, prompt: tuple[int, ...], block: int, group: int | None = None) -> None:
+        """Turn the sign of all keys of a block that the host tier holds; of one cache group's layers alone if told."""
+        self._pipe.send(("harm", prompt, block, group))
         assert self._take(ANSWER_S) == "done"
 
     def forget(self) -> None:
@@ -153,10 +153,11 @@ def _obey(engine: Any, order: str, *asked: Any) -> Any:
         return {**tiers.counts, **worker._tier_worker.disk_counts(), "open": tiers.gauges()["tier_jobs"]}
     if order == "forget":
         return engine.reset_prefix_cache(reset_connector=True)
-    prompt, block = asked
-    slot = tiers._slots.find(prompt, Scope()).slots[block]
-    for keys in worker._tier_worker._memory.caches.planes[::2]:
-        keys[slot].neg_()
+    prompt, block, group = asked
+    slot, caches = tiers._slots.find(prompt, Scope()).slots[block], worker._tier_worker._memory.caches
+    for layer, keys in enumerate(caches.planes[:: caches.num_planes]):
+        if group is None or caches.groups[layer] == group:
+            keys[slot].neg_()
     return "done"
 
 

@@ -45,7 +45,10 @@ class Side:
         self.world = world
         self.caches = world.caches[Rank(rank)]
         self.memory = HostMemory(world.state, self.caches, SIZE, num_slots, **more)
-        self.worker = TierWorker(self.memory, lambda tables: tables, store, clock=clock, measured=measured)
+        groups = more.get("groups", (0,))
+        self.worker = TierWorker(
+            self.memory, lambda tables: tables, store, clock=clock, measured=measured, groups=groups
+        )
         self.tables = world.tables(Rank(rank)).by_group
         self.answers, self.received, self.failed = [], set(), set()
         self.rates = Rates()

@@ -15,6 +15,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 from kv_core.ids import RequestId
@@ -28,7 +29,9 @@ from kv_engine_adapter.tier_costs import TierCosts
 from kv_engine_adapter.tier_disk import DiskTier, Question, Stage
 from kv_engine_adapter.tier_events import BlockName, TierEvent, TierEvents
 from kv_engine_adapter.tier_jobs import Jobs
-from kv_engine_adapter.tier_orders import JobId, LoadTokens, SaveBlocks, Tally, TierOrders, WriteToDisk
+from kv_engine_adapter.tier_orders import JobId, LoadTokens, SaveBlocks, Tally, TierOrders
+from kv_engine_adapter.tier_parts import Wanted
+from kv_engine_adapter.tier_saves import Computed, Saves
 from kv_engine_adapter.tier_slots import HostSlots, Kept
 from kv_engine_adapter.tier_terms import TierTerms
 
@@ -63,7 +66,8 @@ class PrefixTiers:
         self._begun: dict[RequestId, int] = {}
         self._loading: dict[RequestId, tuple[int, ...]] = {}
         self._failed: dict[RequestId, None] = {}
-        self._copying: set[JobId] = set()
+        self._saves = Saves()
+        self._copying: dict[JobId, Span] = {}
         self._freed: list[JobId] = []
         self._is_resetting = False
         self._num_resets = 0
@@ -127,58 +131,109 @@ class PrefixTiers:
 
     # -- a request that ends -------------------------------------------------------------------------------------
 
+    def computed(self, request: CachedRequest, good: Span, tables: Tables) -> JobId | None:
+        """A running request has computed these tokens, whole blocks in `tables`; the job for which they are kept.
+
+        For models with windows, which leave their blocks behind before the request ends.
+        """
+        is_stale = self._begun.get(request.request_id, self._num_resets) != self._num_resets
+        return None if is_stale or self._is_resetting else self._save(request, good, tables, is_last=False)
+
     def finished(self, request: CachedRequest, num_filled: int, tables: Tables) -> JobId | None:
         """A request ended with its first `num_filled` tokens in `tables`; the job for which those blocks are kept."""
         self._drop(request.request_id)
-        retention = self._retention(request)
-        del self._wishes[request.request_id]
+        self._retention(request)
         self._failed.pop(request.request_id, None)
         is_stale = self._begun.pop(request.request_id, self._num_resets) != self._num_resets
-        num_filled = min(num_filled, self._terms.capacity)
-        if num_filled < 1 or is_stale or self._is_resetting or request.request_id in self._loading:
-            return None
-        return self._save(request, num_filled, retention, tables)
+        job = None
+        if num_filled > 0 and not is_stale and not self._is_resetting and request.request_id not in self._loading:
+            job = self._save(request, Span(0, num_filled), tables, is_last=True)
+        del self._wishes[request.request_id]
+        return job
 
-    def _save(
-        self, request: CachedRequest, num_filled: int, retention: RetentionConfig | None, tables: Tables
-    ) -> JobId | None:
-        scope = request.scope()
+    def copied_by(self, job: JobId) -> Span:
+        """The tokens whose device blocks a save needs."""
+        return self._copying[job]
+
+    def _save(self, request: CachedRequest, good: Span, tables: Tables, *, is_last: bool) -> JobId | None:
+        scope, terms = request.scope(), self._terms
         if isinstance(scope, str):
-            self.counts["unshared"] += 1
+            self.counts["unshared"] += is_last
             return None
-        tokens = request.all_tokens()[:num_filled]
-        names, num_held = self._names(request), self._slots.find(tokens, scope).num_tokens
-        if self._events is not None:
-            self._events.host_used(tokens, names, num_held)
-        if num_held == num_filled:
-            self.counts["held_already"] += 1
-            self._slots.touch(tokens, scope, retention)
+        good = good & Span(0, terms.capacity)
+        if not good:
             return None
-        kept = self._slots.keep(tokens, scope, retention, names)
+        computed = Computed(
+            request.request_id, request.all_tokens()[: good.stop], scope, good, tables, self._retention(request),
+            self._names(request), request.num_prompt_tokens, is_last,
+        )  # fmt: skip
+        if not self._saves.is_saving(request.request_id):
+            return self._begin_save(computed, None)
+        # Why not at once: what is being copied is not found yet, and would be copied once more.
+        job = self._jobs.new(lambda _: None)
+        self._copying[job] = good
+        self._saves.add(job, computed)
+        return job
+
+    def _begin_save(self, computed: Computed, job: JobId | None) -> JobId | None:
+        """Order the copy of what is lacking, as this job or a new one; None if nothing is, or there is no room."""
+        tokens, scope, names = computed.tokens, computed.scope, computed.names
+        held = self._slots.held(tokens, scope)
+        if self._events is not None and computed.is_last:
+            self._events.host_used(tokens, names, held.num_tokens)
+        wanted = self._slots.parts.to_save(held.slots, held.num_tokens, computed.good, computed.tables)
+        if wanted is None:
+            if computed.is_last:
+                self.counts["held_already"] += 1
+                self._slots.touch(tokens, scope, computed.retention)
+            return None
+        kept = self._slots.keep(tokens, scope, computed.retention, names)
         if kept is None:
             self.counts["no_room"] += 1
             return None
-        write = self._disk.write(kept, tokens, scope, retention, request.num_prompt_tokens)
-        return self._copy(kept, self._terms.from_block(num_held, num_filled), tables, write)
+        return self._copy(kept, wanted, computed, job)
 
-    def _copy(self, kept: Kept, tokens: Span, tables: Tables, write: WriteToDisk | None) -> JobId:
-        job = self._jobs.new(lambda num_tokens: self._saved(job, kept, num_tokens, is_written=write is not None))
-        first = tokens.start // self._terms.tokens_per_block
-        self._copying.add(job)
-        self._jobs.order(SaveBlocks(job, tokens, kept.slots[first:], tables, self._terms.copy_within_s, write))
+    def _copy(self, kept: Kept, wanted: Wanted, computed: Computed, job: JobId | None) -> JobId:
+        write = None
+        if computed.is_last:
+            absent = self._slots.parts.absent_with(kept.slots, wanted)
+            write = self._disk.write(kept, computed.retention, computed.num_prompt_tokens, absent)
+        end = partial(self._saved, computed.request_id, kept, wanted, is_written=write is not None)
+        if job is None:
+            job = self._jobs.new(end)
+            self._saves.add(job, computed)
+        first = wanted.tokens.start // self._terms.tokens_per_block
+        self._copying[job] = wanted.tokens
+        within_s = self._terms.copy_within_s
+        self._jobs.order(
+            SaveBlocks(job, wanted.tokens, kept.slots[first:], computed.tables, within_s, write, wanted.absent), end
+        )
         return job
 
-    def _saved(self, job: JobId, kept: Kept, num_tokens: int, *, is_written: bool) -> None:
-        self._copying.remove(job)
-        self._freed.append(job)
+    def _saved(self, request_id: RequestId, kept: Kept, wanted: Wanted, num_tokens: int, *, is_written: bool) -> None:
         num_saved = num_tokens if num_tokens == kept.num_tokens else 0
         self.counts["saves" if num_saved else "saves_failed"] += 1
         self.counts["saved_tokens"] += num_saved
         if is_written:
             # The slots stay held until the disk has them.
-            self._slots.publish(kept, num_saved)
+            self._slots.publish(kept, num_saved, wanted)
         else:
-            self._slots.release(kept, num_saved)
+            self._slots.release(kept, num_saved, wanted)
+        self._next_save(request_id)
+
+    def _next_save(self, request_id: RequestId) -> None:
+        """The job of a request's first save has ended, and so do those behind it that have nothing to do."""
+        self._free(self._saves.first(request_id))
+        while (following := self._saves.ended(request_id)) is not None:
+            job, computed = following
+            if not self._is_resetting and self._begin_save(computed, job) is not None:
+                return
+            self._jobs.drop(job)
+            self._free(job)
+
+    def _free(self, job: JobId) -> None:
+        del self._copying[job]
+        self._freed.append(job)
 
     # -- every step ----------------------------------------------------------------------------------------------
 

@@ -20,7 +20,8 @@ from kv_core.token_log import packed
 from kv_engine_adapter.tier_costs import TierCosts
 from kv_engine_adapter.tier_events import BlockName, TierEvents
 from kv_engine_adapter.tier_jobs import Jobs
-from kv_engine_adapter.tier_orders import FetchFromDisk, FindOnDisk, JobId, Prefix, Wish, WriteToDisk
+from kv_engine_adapter.tier_orders import Absent, FetchFromDisk, FindOnDisk, JobId, Prefix, Wish, WriteToDisk
+from kv_engine_adapter.tier_parts import Wanted
 from kv_engine_adapter.tier_slots import Found, HostSlots, Kept, scope_within
 from kv_engine_adapter.tier_terms import TierTerms
 
@@ -111,9 +112,13 @@ class DiskTier:
         return True
 
     def write(
-        self, kept: Kept, tokens: Sequence[int], scope: Scope, retention: RetentionConfig | None, num_prompt: int
+        self, kept: Kept, retention: RetentionConfig | None, num_prompt: int, absent: Absent
     ) -> WriteToDisk | None:
-        """The order that writes what is kept and then releases it; `None` if there is no disk, or it is far behind."""
+        """The order that writes what is kept and then releases it; `None` if there is no disk, or it is far behind.
+
+        `absent` is what its slots will not hold.
+        """
+        tokens, scope = kept.tokens, kept.scope
         if not self._terms.has_disk:
             return None
         if self._num_writing + len(kept.slots) > self._terms.max_written_slots:
@@ -123,7 +128,7 @@ class DiskTier:
         self._slots.pin(kept)
         job = self._jobs.new(partial(self._written, kept, tokens, self._secret))
         wishes, prompt_end = self._wishes(retention, len(tokens)), min(num_prompt - 1, len(tokens))
-        return WriteToDisk(job, self._prefix(tokens, scope), kept.slots, wishes, prompt_end)
+        return WriteToDisk(job, self._prefix(tokens, scope), kept.slots, wishes, prompt_end, absent)
 
     def _told(self, question: Question, num_tokens: int) -> None:
         """The disk holds so many tokens; if they pay, host slots are filled with them."""
@@ -136,23 +141,26 @@ class DiskTier:
         if not self._costs.pays(num_tokens - found.num_tokens, from_disk=True):
             return
         tokens = question.tokens[: min(num_tokens, self._terms.capacity)]
+        held = self._slots.held(tokens, question.scope)
+        wanted = self._slots.parts.to_fetch(held.slots, held.num_tokens, len(tokens))
+        if wanted is None:
+            return
         kept = self._slots.keep(tokens, question.scope, question.retention, question.names)
         if kept is None:
             self._counts["no_room"] += 1
             return
         self._slots.pin(kept)
-        span = self._terms.from_block(found.num_tokens, len(tokens))
-        question.job = job = self._jobs.new(partial(self._fetched, question, kept, span))
+        question.job = job = self._jobs.new(partial(self._fetched, question, kept, wanted))
         prefix = self._prefix(question.tokens, question.scope)
         within_s = max(0.0, question.deadline - self._clock())
-        self._jobs.order(FetchFromDisk(job, prefix, span, kept.slots, within_s))
+        self._jobs.order(FetchFromDisk(job, prefix, wanted.tokens, kept.slots, within_s, wanted.absent))
         question.stage = Stage.FETCHING
 
-    def _fetched(self, question: Question, kept: Kept, wanted: Span, num_tokens: int) -> None:
+    def _fetched(self, question: Question, kept: Kept, wanted: Wanted, num_tokens: int) -> None:
         self._late.discard(question.job)
-        self._counts["fetched_tokens"] += max(0, num_tokens - wanted.start)
-        self._counts["fetches_short"] += num_tokens < wanted.stop
-        self._slots.release(kept, num_tokens if num_tokens > wanted.start else 0)
+        self._counts["fetched_tokens"] += max(0, num_tokens - wanted.tokens.start)
+        self._counts["fetches_short"] += num_tokens < wanted.tokens.stop
+        self._slots.release(kept, num_tokens if num_tokens > wanted.tokens.start else 0, wanted)
         if question.stage is Stage.FETCHING:
             question.stage = Stage.OVER
             question.found = self._slots.find(question.tokens, question.scope)

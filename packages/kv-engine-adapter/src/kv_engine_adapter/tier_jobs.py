@@ -31,9 +31,15 @@ class Jobs:
         self._ends[job] = end
         return job
 
-    def order(self, job: Job) -> None:
-        """To be obeyed in the next step."""
+    def order(self, job: Job, end: End | None = None) -> None:
+        """To be obeyed in the next step; with another end than it had, if one is given."""
         self._ordered.append(job)
+        if end is not None:
+            self._ends[job.job] = end
+
+    def drop(self, job: JobId) -> None:
+        """Of this job nobody will be told."""
+        del self._ends[job]
 
     def take_orders(self) -> TierOrders:
         """The orders since the last call."""

@@ -4,7 +4,8 @@ Out: `TierOrders`, one value for each engine step; `Answer`, from every rank for
 Law: torch-free and picklable. A job names host slots that belong to it until every rank has answered, except those a
 load reads: what is written into them later is ordered later, and a rank obeys in order.
 
-A host slot holds one block of the engine, all layers and heads of the rank.
+A host slot has room for one block of the engine, all layers and heads of the rank. Of a cache group with a window its
+part may be absent: what the window had left behind when the slot was filled.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,6 +22,10 @@ JobId = NewType("JobId", int)
 
 Slots = tuple[int, ...]
 """Host slots by ordinal, from the first block of the job's tokens on."""
+
+
+Absent = tuple[frozenset[int], ...]
+"""For each cache group the ordinals of blocks whose part of a slot a job leaves out; none at all: it brings all."""
 
 
 class Wish(NamedTuple):
@@ -52,6 +57,7 @@ class SaveBlocks:
     tables: Tables
     within_s: float
     write: "WriteToDisk | None" = None
+    absent: Absent = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +72,15 @@ class WriteToDisk:
     slots: Slots
     wishes: tuple[Wish, ...]
     prompt_end: int = 0
+    absent: Absent = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTokens:
-    """Copy tokens from host slots into a request's blocks on the device; the request is reported with the answer."""
+    """Copy tokens from host slots into a request's blocks on the device; the request is reported with the answer.
+
+    Where a window has left a block behind, the tables have a hole.
+    """
 
     job: JobId
     request_id: RequestId
@@ -98,6 +108,7 @@ class FetchFromDisk:
     tokens: Span
     slots: Slots
     within_s: float
+    absent: Absent = ()
 
 
 Job = SaveBlocks | LoadTokens | FindOnDisk | FetchFromDisk

@@ -22,6 +22,7 @@ from kv_core.request import Request
 from kv_core.retention import RetentionConfig
 from kv_core.tiers import Place, Tier
 from kv_engine_adapter.tier_events import BlockName, TierEvents
+from kv_engine_adapter.tier_parts import Wanted, WindowParts
 from kv_engine_adapter.tier_terms import TierTerms
 
 _LOOKUP: Final = RequestId("lookup")
@@ -40,16 +41,21 @@ class Found(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Slots for all blocks of `num_tokens` tokens; what was there already is shared with others.
+    """Slots for all blocks of some tokens; what was there already is shared with others.
 
     `names` are the engine's of its blocks, if anybody wants to hear of them.
     """
 
     name: RequestId
-    num_tokens: int
+    tokens: Sequence[int]
+    scope: Scope
     slots: tuple[int, ...]
     run: int
     names: Sequence[BlockName] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
 
 
 class HostSlots:
@@ -65,24 +71,34 @@ class HostSlots:
         self._num_losses = 0  # and restarts: what was found before one must be looked for again
         self._window = terms.max_tokens
         self._manager = self._new_manager()
+        self.parts = self._new_parts()
+        """What they hold of groups with windows."""
         self._kept: dict[RequestId, Pin | None] = {}
         self._doomed: set[int] = set()  # lost, and pinned
 
     def find(self, tokens: Sequence[int], scope: Scope) -> Found:
-        """The longest prefix that is there, a part of a block included."""
+        """The longest prefix that is there and of use, a part of a block included."""
+        found = self.held(tokens, scope)
+        num_served = self.parts.served(found.num_tokens, found.slots)
+        if num_served == found.num_tokens:
+            return found
+        slots = found.slots[: -(-num_served // self._terms.tokens_per_block)]
+        return Found(num_served, slots, self._generation(slots[-1]) if slots else 0, found.num_losses)
+
+    def held(self, tokens: Sequence[int], scope: Scope) -> Found:
+        """The longest prefix of which there are slots, whatever they hold of groups with windows."""
         if not tokens:
             return Found(num_losses=self._num_losses)
         found = self._manager.lookup(Request(_LOOKUP, tokens, scope_within(scope, len(tokens))), self._window)
         slots = _slots(found.block_ids)
-        generation = self._manager.generation(self._window, BlockId(slots[-1])) if slots else 0
-        return Found(found.num_tokens, slots, generation, self._num_losses)
+        return Found(found.num_tokens, slots, self._generation(slots[-1]) if slots else 0, self._num_losses)
 
     def is_there(self, found: Found) -> bool:
         """Whether all that was found still is; in constant time."""
         if found.num_losses != self._num_losses:
             return False
         last = found.slots[-1:]
-        return not last or self._manager.generation(self._window, BlockId(last[0])) == found.generation
+        return not last or self._generation(last[0]) == found.generation
 
     def keep(
         self,
@@ -98,7 +114,7 @@ class HostSlots:
             return None
         self._tell()
         self._kept[name] = None
-        return Kept(name, len(tokens), _slots(self._manager.block_ids(name, self._window)), self._run, names)
+        return Kept(name, tokens, scope, _slots(self._manager.block_ids(name, self._window)), self._run, names)
 
     def touch(self, tokens: Sequence[int], scope: Scope, retention: RetentionConfig | None) -> None:
         """Make what is there of these tokens the latest used, with these wishes; but for the block of the last one."""
@@ -115,17 +131,23 @@ class HostSlots:
         assert self._is_held(kept), "law: only what is held is pinned"
         self._kept[kept.name] = self._manager.pin(kept.name)
 
-    def publish(self, kept: Kept, num_filled: int) -> None:
-        """So many of its tokens are in its slots, and are found from now on; the slots stay held."""
+    def publish(self, kept: Kept, num_filled: int, brought: Wanted | None = None) -> None:
+        """So many of its tokens are in its slots, and are found from now on; the slots stay held.
+
+        `brought` is what was copied into them, if the model has windows.
+        """
         if self._is_held(kept) and num_filled:
             self._manager.publish(kept.name, num_filled, partial=True)
+            self._note(kept, num_filled, brought)
             self._tell(kept.names)
 
-    def release(self, kept: Kept, num_filled: int = 0) -> None:
+    def release(self, kept: Kept, num_filled: int = 0, brought: Wanted | None = None) -> None:
         """Hold it no longer; so many of its tokens are found from now on, beside what was published before."""
         if self._is_held(kept):
             pin = self._kept.pop(kept.name)
             self._manager.release(kept.name, publish=num_filled > 0, num_filled=num_filled or None)
+            if num_filled:
+                self._note(kept, num_filled, brought)
             self._tell(kept.names)
             if pin is not None:
                 self._manager.unpin(pin)
@@ -160,6 +182,7 @@ class HostSlots:
         self._kept.clear()
         self._doomed.clear()
         self._manager = self._new_manager()
+        self.parts = self._new_parts()
 
     def refresh(self) -> None:
         """Let priorities fall back whose time is over."""
@@ -183,6 +206,20 @@ class HostSlots:
         changed = self._manager.take_events()
         if self._is_told:
             self._events.host_changed(changed, names)
+
+    def _note(self, kept: Kept, num_filled: int, brought: Wanted | None) -> None:
+        """Parts lie where they were brought to, if that is what is found: equal content may have been there before."""
+        if brought is None or not self._terms.windowed:
+            return
+        found = set(self.held(kept.tokens[:num_filled], kept.scope).slots)
+        parts = self.parts.brought(kept.slots, brought, num_filled)
+        self.parts.filled({slot: groups for slot, groups in parts.items() if slot in found})
+
+    def _generation(self, slot: int) -> int:
+        return self._manager.generation(self._window, BlockId(slot))
+
+    def _new_parts(self) -> WindowParts:
+        return WindowParts(self._terms, self._generation)
 
     def _is_held(self, kept: Kept) -> bool:
         return kept.run == self._run and kept.name in self._kept

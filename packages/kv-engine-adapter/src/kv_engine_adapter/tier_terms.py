@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kv_core.errors import CallerError
 from kv_core.spans import Span
+from kv_transfer.plan.plan import seen_by_next
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,8 @@ class TierTerms:
     `num_slots` host slots, each for a block of `tokens_per_block`; `bytes_per_token` of all ranks together;
     `max_tokens` of the longest request; a request waits at most `disk_wait_s` for the disk; a copy between device and
     host begins within `copy_within_s` or has failed. Costs that are `measured` are guesses until then. The engine makes
-    `hashes_per_block` of each block (0: nobody wants to hear which blocks are in the tiers).
+    `hashes_per_block` of each block (0: nobody wants to hear which blocks are in the tiers). `windows` has for each of
+    the model's cache groups how many tokens it keeps, 0 for all; they slide, or are chunks of that many tokens.
     """
 
     tokens_per_block: int
@@ -64,12 +66,16 @@ class TierTerms:
     disk_wait_s: float = 2.0
     copy_within_s: float = 30.0
     hashes_per_block: int = 0
+    windows: tuple[int, ...] = (0,)
+    is_chunked: bool = False
 
     def __post_init__(self) -> None:
         if min(self.num_slots, self.tokens_per_block, self.bytes_per_token, self.num_ranks) < 1:
             raise CallerError(f"a tier has room for a block: {self}")
         if self.max_tokens < self.tokens_per_block or min(self.disk_wait_s, self.copy_within_s) < 0:
             raise CallerError(f"a request may have a block of tokens, and times are not negative: {self}")
+        if not self.windows or min(self.windows) < 0:
+            raise CallerError(f"a model has a cache group, and no window is negative: windows={self.windows}")
         if not self.measured <= set(COSTS):
             raise CallerError(f"costs are measured: got={sorted(self.measured)}, known={COSTS}")
 
@@ -82,6 +88,16 @@ class TierTerms:
     def max_written_slots(self) -> int:
         """Host slots that may wait for the disk, all writes together: the rest stays free for what comes."""
         return max(1, self.num_slots // 4)
+
+    @property
+    def windowed(self) -> tuple[int, ...]:
+        """The groups that have a window."""
+        return tuple(group for group, window in enumerate(self.windows) if window)
+
+    def seen_blocks(self, num_tokens: int, group: int) -> Span:
+        """Ordinals of the blocks of a group that the token behind so many sees: one window, or all of them."""
+        seen = seen_by_next(Span(0, num_tokens), self.windows[group], chunked=self.is_chunked)
+        return seen.blocks(self.tokens_per_block)
 
     def from_block(self, num_held: int, num_tokens: int) -> Span:
         """What is to be filled if so many of the tokens are held: from a block's first token on, and never nothing."""

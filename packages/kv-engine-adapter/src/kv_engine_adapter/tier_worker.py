@@ -34,12 +34,12 @@ from kv_engine_adapter.tier_orders import (
     Prefix,
     Rates,
     SaveBlocks,
-    Slots,
     TierOrders,
     Wish,
     WriteToDisk,
     slowest,
 )
+from kv_transfer.plan.ranges import HOLE
 from kv_transfer.prefix_store.boxes import Box
 from kv_transfer.prefix_store.chain import PrefixChain
 from kv_transfer.prefix_store.misses import Miss
@@ -87,14 +87,18 @@ class TierWorker:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         measured: Tables = (),
+        groups: Sequence[int] = (0,),
     ) -> None:
         """`kernel_tables` turns the scheduler's tables into those of the tensors. The store is closed with us.
+
+        `groups` are the scheduler's that have layers on this rank.
 
         `measured` are tables of a block that nobody uses; with them both threads begin by measuring what copies cost.
         `on_news` is called, by a thread of ours, when there is something to poll.
         """
         self._memory = memory
         self._kernel_tables = kernel_tables
+        self._groups = tuple(groups)
         self._store = store
         self._on_news = on_news
         self._clock = clock
@@ -204,8 +208,11 @@ class TierWorker:
             self._pass_on(job.write, since) if ok else self._answer(Answer(job.write.job, 0))
 
     def _move(self, job: SaveBlocks | LoadTokens, fence: "torch.cuda.Event | None") -> int:
-        copy = self._memory.save if isinstance(job, SaveBlocks) else self._memory.load
-        copy(job.tokens, job.slots, self._kernel_tables(job.tables), fence)
+        tables = self._kernel_tables(job.tables)
+        if isinstance(job, SaveBlocks):
+            self._memory.save(job.tokens, job.slots, tables, fence, job.absent)
+        else:
+            self._memory.load(job.tokens, job.slots, tables, fence)
         return job.tokens.stop
 
     def _pass_on(self, job: DiskJob, since: float) -> None:
@@ -238,8 +245,9 @@ class TierWorker:
                     store.lookup(chain, Box(caches.layers, caches.heads)) if caches.planes else chain.num_tokens
                 )
             elif isinstance(job, FetchFromDisk):
-                reached[0] += store.read(chain, job.tokens, caches, _tables(job.slots))
-                self._memory.filled(job.slots[job.tokens.start // caches.tokens_per_block :])
+                reached[0] += store.read(chain, job.tokens, caches, self._tables(job))
+                first = job.tokens.start // caches.tokens_per_block
+                self._memory.filled(job.tokens, job.slots[first:], job.absent)
             else:
                 reached[0] = self._write(store, chain, job)
 
@@ -254,11 +262,18 @@ class TierWorker:
             # Why first: what a prompt that comes again finds at its end is not among the records of a longer one.
             for tokens in (last, wish.tokens) if last and wish.tokens.covers(last) else (wish.tokens,):
                 until = 0 if wish.duration_ms is None else int(self._wall_clock() + wish.duration_ms / 1000)
-                outcome = store.write(chain, tokens, self._memory.caches, _tables(job.slots), wish.priority, until)
+                outcome = store.write(chain, tokens, self._memory.caches, self._tables(job), wish.priority, until)
                 if outcome.why is not None:
                     return wish.tokens.start + (outcome.num_tokens if tokens == wish.tokens else 0)
             reached = wish.tokens.stop
         return reached
+
+    def _tables(self, job: FetchFromDisk | WriteToDisk) -> tuple[tuple[BlockId, ...], ...]:
+        """To the store a slot is a block."""
+        absent = [job.absent[group] for group in self._groups] if job.absent else [frozenset[int]()] * len(self._groups)
+        return tuple(
+            tuple(HOLE if at in left_out else BlockId(slot) for at, slot in enumerate(job.slots)) for left_out in absent
+        )
 
     def _none_of(self, job: DiskJob) -> int:
         """The answer to a job of which nothing was done."""
@@ -307,11 +322,6 @@ def by_record(wishes: Sequence[Wish], tokens_per_record: int) -> Iterator[Wish]:
 
 def _strength(wish: Wish) -> tuple[int, float]:
     return wish.priority, float("inf") if wish.duration_ms is None else wish.duration_ms
-
-
-def _tables(slots: Slots) -> tuple[tuple[BlockId, ...]]:
-    """To the store a slot is a block."""
-    return (tuple(map(BlockId, slots)),)
 
 
 def _chain(store: PrefixStore, prefix: Prefix) -> PrefixChain:

@@ -137,6 +137,8 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
         tables = block_tables(blocks.get_block_ids())
         if self._tiers is None or not self._tiers.prefixes.allocated(view.request_id, tables, num_external_tokens):
             self._scheduling.allocated(view, tables, num_external_tokens)
+        if self._tiers is not None:
+            self._tiers.allocated(view)
         self._scheduling.early.announced(view)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
@@ -147,8 +149,9 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
         early.stepped(scheduled, preempted, may_load=compat.may_load(scheduler_output))
         tiers = TierOrders()
         if self._tiers is not None:
-            self._tiers.step_began(scheduler_output)
+            # Why first: what is ordered of this step is copied with the next one, when it has been computed.
             tiers = self._tiers.prefixes.take_orders()
+            self._tiers.step_began(scheduler_output)
         may_wait = self._idle.begins(computes=scheduler_output.total_num_scheduled_tokens > 0)
         return FerryMetadata(self._scheduling.take_orders(), tiers, may_wait)
 

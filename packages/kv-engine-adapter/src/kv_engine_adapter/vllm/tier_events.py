@@ -20,18 +20,17 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
 
 _MEDIA = {Medium.HOST: "CPU", Medium.DISK: "STORAGE"}
-GROUP = 0
-"""Of vLLM's cache groups: the tiers serve models that have one."""
 
 
-def published(events: Iterable[TierEvent], tokens_per_block: int) -> "list[KVCacheEvent]":
-    """The same in vLLM's words."""
+def published(events: Iterable[TierEvent], tokens_per_block: int, group: int = 0) -> "list[KVCacheEvent]":
+    """The same in vLLM's words, as blocks of one of its cache groups."""
     return [
-        _removed(event) if isinstance(event, BlocksRemoved) else _stored(event, tokens_per_block) for event in events
+        _removed(event, group) if isinstance(event, BlocksRemoved) else _stored(event, tokens_per_block, group)
+        for event in events
     ]
 
 
-def _stored(event: BlocksStored, tokens_per_block: int) -> BlockStored:
+def _stored(event: BlocksStored, tokens_per_block: int, group: int) -> BlockStored:
     fields = {
         "block_hashes": [maybe_convert_block_hash(name.hash) for name in event.names],
         "parent_block_hash": None if event.parent is None else maybe_convert_block_hash(event.parent),
@@ -41,12 +40,12 @@ def _stored(event: BlocksStored, tokens_per_block: int) -> BlockStored:
         "lora_name": None,
         "medium": _MEDIA[event.medium],
         "extra_keys": compat.published_keys([name.extra_keys for name in event.names]),
-        "group_idx": GROUP,
+        "group_idx": group,
     }
     return BlockStored(**compat.known_fields(BlockStored, fields))
 
 
-def _removed(event: BlocksRemoved) -> BlockRemoved:
+def _removed(event: BlocksRemoved, group: int) -> BlockRemoved:
     hashes = [maybe_convert_block_hash(each) for each in event.hashes]
-    fields = {"block_hashes": hashes, "medium": _MEDIA[event.medium], "group_idx": GROUP}
+    fields = {"block_hashes": hashes, "medium": _MEDIA[event.medium], "group_idx": group}
     return BlockRemoved(**compat.known_fields(BlockRemoved, fields))

@@ -22,8 +22,9 @@ from kv_engine_adapter.tier_terms import TierTerms
 from kv_engine_adapter.vllm import compat
 from kv_engine_adapter.vllm.device_leases import DeviceLeases
 from kv_engine_adapter.vllm.groups import ModelCaches
+from kv_engine_adapter.vllm.running import RunningRequests
 from kv_engine_adapter.vllm.tier_events import published
-from kv_engine_adapter.vllm.translate import RequestView, parallel_layout
+from kv_engine_adapter.vllm.translate import RequestView, block_tables, parallel_layout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -64,17 +65,31 @@ class SchedulerTiers:
         self.prefixes = PrefixTiers(terms)
         self._leases = DeviceLeases()
         self._tokens_per_block = terms.tokens_per_block
+        self._running = RunningRequests(terms.tokens_per_block) if terms.windowed else None
+        # Why this one: how long a prefix may be found is what layers that see all tokens have of it.
+        self._told_group = terms.windows.index(0) if 0 in terms.windows else 0
+        self._manager: KVCacheManager | None = None
 
     def bind(self, manager: "KVCacheManager") -> None:
+        self._manager = manager
         self._leases.bind(manager)
+
+    def allocated(self, view: RequestView) -> None:
+        """A request got blocks, and is computed from now on."""
+        if self._running is not None:
+            self._running.watch(view)
 
     def finished(self, request: "Request", tables: Tables) -> None:
         """A request ended: keep what it computed, if it computed its prompt."""
         view = RequestView(request)
-        num_filled = num_computed(request)
-        job = self.prefixes.finished(view, num_filled, tables)
+        if self._running is not None:
+            self._running.forget(view.request_id)
+        self._hold(self.prefixes.finished(view, num_computed(request), tables), tables)
+
+    def _hold(self, job: JobId | None, tables: Tables) -> None:
         if job is not None:
-            self._leases.hold(job, tables[0][: -(-num_filled // self._tokens_per_block)])
+            blocks = self.prefixes.copied_by(job).blocks(self._tokens_per_block)
+            self._leases.hold(job, [block for table in tables for block in table[blocks.start : blocks.stop]])
 
     def update(self, output: "KVConnectorOutput") -> None:
         """What the ranks reported in a step."""
@@ -89,6 +104,15 @@ class SchedulerTiers:
         """What the engine computes now: of a request several tokens at once are of its prompt, or nearly."""
         numbers = output.num_scheduled_tokens.values()
         self.prefixes.costs.step_began(sum(number for number in numbers if number >= _CHUNK), sum(numbers))
+        if self._running is not None:
+            self._keep_windows(self._running, output)
+
+    def _keep_windows(self, running: RunningRequests, output: "SchedulerOutput") -> None:
+        """Copy what this step computes, before windows leave it behind in the next one."""
+        assert self._manager is not None, "law: no request runs before the manager is bound"
+        for view, tokens in running.reached(output):
+            tables = block_tables(self._manager.get_blocks(view.request_id).get_block_ids())
+            self._hold(self.prefixes.computed(view, tokens, tables), tables)
 
     def step_ended(self) -> None:
         """Told of every step, in order."""
@@ -96,7 +120,7 @@ class SchedulerTiers:
 
     def take_events(self) -> "list[KVCacheEvent]":
         """Which blocks came into the tiers and left them, for vLLM's publisher."""
-        return published(self.prefixes.take_events(), self._tokens_per_block)
+        return published(self.prefixes.take_events(), self._tokens_per_block, self._told_group)
 
     def has_pending_frees(self) -> bool:
         """Whether blocks will come free without anybody being preempted."""
@@ -122,11 +146,6 @@ def tier_terms(config: "VllmConfig", tier: TierConfig, model: ModelCaches, eleme
     """None if there are to be no tiers; `CallerError` for models and versions of vLLM that they cannot serve."""
     if not tier.tier_host_bytes:
         return None
-    if len(model.windows) > 1 or any(model.windows):
-        raise CallerError(
-            f"the host tier keeps models whose layers all see all tokens: windows of groups={model.windows}, "
-            "supported=(0,); leave tier_host_bytes out"
-        )
     if not (compat.TELLS_WORKER_METADATA and compat.REPORTS_FAILED_REQUESTS):
         # Why both: what workers answer must come back, and a load that failed must never count as loaded.
         raise CallerError(
@@ -151,6 +170,8 @@ def tier_terms(config: "VllmConfig", tier: TierConfig, model: ModelCaches, eleme
         num_ranks=len(shares),
         break_even=tier.break_even,
         measured=tier.measured,
+        windows=model.windows,
+        is_chunked=model.is_chunked,
         has_disk=tier.tier_disk_dir is not None,
         disk_wait_s=tier.tier_disk_wait_s,
         hashes_per_block=model.block_size // compat.hash_block_size(config) if compat.tells_events(config) else 0,
@@ -169,7 +190,9 @@ def tier_worker(
     from kv_transfer.prefix_store.store import PrefixStore
 
     tier, hooks = ferry.tier, ferry.test_hooks_dir
-    memory = HostMemory(state, view.caches, terms.tokens_per_block, terms.num_slots, verify=tier.tier_verify)
+    memory = HostMemory(
+        state, view.caches, terms.tokens_per_block, terms.num_slots, verify=tier.tier_verify, groups=view.groups
+    )
     store = None
     if tier.tier_disk_dir is not None:
         directory = StoreConfig(Path(tier.tier_disk_dir), tier.tier_disk_bytes, tokens_per_record=TOKENS_PER_RECORD)
@@ -182,4 +205,4 @@ def tier_worker(
     )  # fmt: skip
     # vLLM's block 0 of every group holds nothing, ever.
     measured = tuple((0,) for _ in range(max(view.groups) + 1)) if tier.measured else ()
-    return TierWorker(memory, view.kernel_tables, store, on_news=on_news, measured=measured)
+    return TierWorker(memory, view.kernel_tables, store, on_news=on_news, measured=measured, groups=view.groups)
