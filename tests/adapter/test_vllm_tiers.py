@@ -210,3 +210,64 @@ def test_what_the_tiers_cannot_keep_is_refused_at_start(two_layers):
     assert (tier_terms(config(), some, windowed, 4).windows, windowed.is_chunked) == ((64, 0), True)
     with pytest.raises(CallerError, match="no room for a block"):
         tier_terms(config(), TierConfig(tier_host_bytes=10), ModelCaches(4, 8, SIZE), 4)
+
+
+@pytest.mark.parametrize(("num_computed", "expected"), [(0, {"host": 64, "disk": 6}), (32, {"host": 32, "disk": 6})])
+def test_hits_are_told_by_where_they_were(num_computed, expected):
+    """Host and disk tiers apart, and they sum to what was announced; what no tier loads came from a peer."""
+    from kv_engine_adapter.vllm.connector import FerryConnector
+    from kv_engine_adapter.vllm.tiers import SchedulerTiers
+
+    terms = TierTerms(tokens_per_block=SIZE, num_slots=40, bytes_per_token=10, max_tokens=4096, num_ranks=1,
+                      break_even=BreakEven(1.0, 0.0, 0.0), has_disk=True)  # fmt: skip
+    connector = object.__new__(FerryConnector)
+    connector._tiers = tiers = SchedulerTiers(terms)
+    tiers.bind(SimpleNamespace(block_pool=Pool()))
+    prefixes = tiers.prefixes
+
+    def obeyed(num_tokens):
+        """All jobs ordered now are answered with so many tokens."""
+        jobs = prefixes.take_orders().jobs
+        prefixes.answered(tallied(Answer(job.job, num_tokens) for job in jobs))
+        return jobs
+
+    tiers.finished(Request("first", 65, 64, 63), ((1, 2),))  # two blocks for the host tier
+    obeyed(64)
+    asking = Request("asks", 71, 0, 71, "WAITING", kv_transfer_params=None)
+    assert connector.get_num_new_matched_tokens(asking, num_computed) == (None, False), "the disk is asked"
+    obeyed(70)
+    assert connector.get_num_new_matched_tokens(asking, num_computed) == (None, False), "it is read"
+    obeyed(70)
+    for _ in range(2):
+        assert connector.get_num_new_matched_tokens(asking, num_computed) == (70 - num_computed, True)
+    blocks = SimpleNamespace(get_block_ids=lambda: ([4, 5, 6],))
+    connector.update_state_after_alloc(asking, blocks, 70 - num_computed)
+    sources = connector.get_external_cache_hit_sources(asking, 70 - num_computed)
+    assert {source.value: number for source, number in sources.items()} == expected
+    assert sum(sources.values()) == 70 - num_computed
+    of_peer = connector.get_external_cache_hit_sources(Request("other", 71, 0, 71, "WAITING"), 70)
+    assert {source.value: number for source, number in of_peer.items()} == {"p2p": 70}
+    assert connector.get_external_cache_hit_sources(Request("other", 71, 0, 71, "WAITING"), 0) == {}
+
+
+def test_the_same_question_is_answered_without_a_look_at_its_tokens(monkeypatch):
+    from unittest.mock import Mock
+
+    from kv_engine_adapter.vllm.connector import FerryConnector
+    from kv_engine_adapter.vllm.tiers import SchedulerTiers
+
+    terms = TierTerms(tokens_per_block=SIZE, num_slots=40, bytes_per_token=10, max_tokens=4096, num_ranks=1,
+                      break_even=BreakEven(1.0, 0.0, 0.0))  # fmt: skip
+    connector = object.__new__(FerryConnector)
+    connector._tiers = tiers = SchedulerTiers(terms)
+    tiers.bind(SimpleNamespace(block_pool=Pool()))
+    asking = Request("asks", 71, 0, 71, "WAITING", kv_transfer_params=None)
+    looks = Mock(wraps=tiers.prefixes.num_tokens)
+    monkeypatch.setattr(tiers.prefixes, "num_tokens", looks)
+    assert [connector.get_num_new_matched_tokens(asking, 0) for _ in range(3)] == [(0, False)] * 3
+    assert looks.call_count == 1
+    connector.get_num_new_matched_tokens(asking, 32)
+    assert looks.call_count == 2, "something else is asked"
+    tiers.prefixes.reset()
+    connector.get_num_new_matched_tokens(asking, 32)
+    assert looks.call_count == 3, "what was there is gone"

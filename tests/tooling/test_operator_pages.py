@@ -19,8 +19,9 @@ VLLM = ROOT / "packages/kv-engine-adapter/src/kv_engine_adapter/vllm"
 def messages(path, *callees):
     """The longest constant part of each message that is given to one of these, as the last positional argument."""
     for node in ast.walk(ast.parse(path.read_text())):
-        name = getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
-        if name in callees and node.args:
+        if not isinstance(node, ast.Call) or not node.args:
+            continue
+        if getattr(node.func, "attr", getattr(node.func, "id", "")) in callees:
             texts = [
                 each.value
                 for each in ast.walk(node.args[-1])

@@ -7,7 +7,7 @@ A request has one block table for each of the model's cache groups, as long as i
 left a block behind, a table has a `kv_transfer.plan.ranges.HOLE`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kv_core.ids import Incarnation, RequestId, TransferId
 from kv_core.keys import BlockKey
@@ -85,3 +85,12 @@ class StepOrders:
     aborts: tuple[RequestId, ...] = ()
     growing: tuple[GrowOffer, ...] = ()
     abandoned: tuple[AbandonOffer, ...] = ()
+
+
+@dataclass(slots=True)
+class Pending:
+    """Orders of the scheduler side, gathered since the last engine step."""
+
+    offers: list[OpenOffer] = field(default_factory=list)
+    loads: list[LoadBlocks] = field(default_factory=list)
+    aborts: list[RequestId] = field(default_factory=list)

@@ -13,7 +13,7 @@ import enum
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from itertools import chain
 
@@ -23,17 +23,10 @@ from kv_core.keys import BlockKey
 from kv_core.spans import Span
 from kv_engine_adapter.early import EarlyOffers, EarlyTerms, chosen
 from kv_engine_adapter.families import Families
-from kv_engine_adapter.handover import (
-    OfferTicket,
-    RemoteOffer,
-    key_to_load,
-    remote_offer,
-    wants_load,
-    wants_offer,
-)
+from kv_engine_adapter.handover import OfferTicket, RemoteOffer, key_to_load, remote_offer, wants_load, wants_offer
 from kv_engine_adapter.known_peers import KnownPeers
 from kv_engine_adapter.metrics import Gauges, Report
-from kv_engine_adapter.orders import LoadBlocks, OpenOffer, SettleOffer, StepOrders, Tables
+from kv_engine_adapter.orders import LoadBlocks, OpenOffer, Pending, SettleOffer, StepOrders, Tables
 from kv_engine_adapter.ports import Door, RequestView
 from kv_engine_adapter.twins import Twins
 from kv_transfer.orders import Errand
@@ -55,6 +48,7 @@ class _Load:
     prompt_key: BlockKey | None  # None: whatever the offer holds
     stage: Stage = Stage.MATCHED
     has_waited: bool = False  # for an equal prompt to be loaded
+    needs_every_token: bool = False
     num_computed: int = 0  # tokens held here when it was last asked
     tables: Tables = ()
 
@@ -67,15 +61,6 @@ class Identity:
     incarnation: Incarnation
     tensor_ranks: int
     pipeline_stages: int
-
-
-@dataclass(slots=True)
-class _Pending:
-    """Orders gathered since the last engine step."""
-
-    offers: list[OpenOffer] = field(default_factory=list)
-    loads: list[LoadBlocks] = field(default_factory=list)
-    aborts: list[RequestId] = field(default_factory=list)
 
 
 class FerryScheduler:
@@ -117,7 +102,7 @@ class FerryScheduler:
         self._twins = Twins()
         self._offered: dict[RequestId, TransferId] = {}
         self._families = Families(lease_s, clock)
-        self._pending = _Pending()
+        self._pending = Pending()
         self.early = EarlyOffers(door, early, self._offered)
         self._worker_gauges: Gauges = {}
         self._worker_change = clock()
@@ -135,12 +120,21 @@ class FerryScheduler:
 
         Never counts the last prompt token: the engine computes it to get its first logits.
         """
-        load = self._load_of(request)
-        if load is None or load.stage is Stage.OVER or request.needs_every_token:
+        self._load_of(request)
+        return self.num_known_tokens(request.request_id, request.num_prompt_tokens, num_computed_tokens)
+
+    def knows(self, request_id: RequestId) -> bool:
+        """Whether the request wants a load, and was announced."""
+        return request_id in self._loads
+
+    def num_known_tokens(self, request_id: RequestId, num_prompt_tokens: int, num_computed_tokens: int) -> int | None:
+        """The same of a request that was announced. Asked for all that wait, in every step."""
+        load = self._loads.get(request_id)
+        if load is None or load.stage is Stage.OVER or load.needs_every_token:
             return 0
         load.num_computed = num_computed_tokens
-        wanted = max(0, request.num_prompt_tokens - 1 - num_computed_tokens)
-        if wanted and self._shares_prefixes and self._twins.is_loading(load.prompt_key, request.request_id):
+        wanted = max(0, num_prompt_tokens - 1 - num_computed_tokens)
+        if wanted and self._shares_prefixes and self._twins.is_loading(load.prompt_key, request_id):
             load.has_waited = True
             return None
         # Why: what an equal prompt left to fetch is less than a block, cheaper to compute than to ask for.
@@ -206,6 +200,7 @@ class FerryScheduler:
             logger.warning("kvferry: request %s is computed here: %s", request.request_id, error)
             self._num_refused += 1
             load = _Load(None, None, Stage.OVER)
+        load.needs_every_token = request.needs_every_token
         self._loads[request.request_id] = load
         self._hold(request.request_id, load)
         return load
@@ -310,7 +305,7 @@ class FerryScheduler:
             for end in self._door.poll_settled()
             if end.request_id in self._offered or self.early.settled(end.request_id)
         )
-        pending, self._pending = self._pending, _Pending()
+        pending, self._pending = self._pending, Pending()
         orders = tuple(pending.offers), settled, tuple(pending.loads), tuple(pending.aborts)
         return StepOrders(*orders, *self.early.take_orders())
 

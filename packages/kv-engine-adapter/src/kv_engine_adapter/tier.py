@@ -26,21 +26,17 @@ from kv_engine_adapter.orders import Tables
 from kv_engine_adapter.ports import CachedRequest
 from kv_engine_adapter.retain import hints_of
 from kv_engine_adapter.tier_costs import TierCosts
-from kv_engine_adapter.tier_disk import DiskTier, Question, Stage
+from kv_engine_adapter.tier_disk import DiskTier, Loading, Question, Sources, Stage
 from kv_engine_adapter.tier_events import BlockName, TierEvent, TierEvents
 from kv_engine_adapter.tier_jobs import Jobs
 from kv_engine_adapter.tier_orders import JobId, LoadTokens, SaveBlocks, Tally, TierOrders
 from kv_engine_adapter.tier_parts import Wanted
+from kv_engine_adapter.tier_reports import TierReports
 from kv_engine_adapter.tier_saves import Computed, Saves
 from kv_engine_adapter.tier_slots import HostSlots, Kept
 from kv_engine_adapter.tier_terms import TierTerms
 
 logger = logging.getLogger(__name__)
-
-_TOLD: Final = (
-    "hit_tokens", "saved_tokens", "fetched_tokens", "written_tokens", "no_room", "disk_late", "hints_refused"
-)  # fmt: skip
-_FAILURES: Final = ("loads_failed", "saves_failed", "fetches_short", "writes_failed")
 
 MAX_FAILED: Final = 4096
 """Requests remembered of which a load has failed: of some it is told when they have ended already."""
@@ -52,8 +48,7 @@ class PrefixTiers:
     def __init__(self, terms: TierTerms, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.counts: Counter[str] = Counter()
         """What has happened so far, by name."""
-        self._reported: Counter[str] = Counter()
-        self._last_gauges: dict[str, float] = {}
+        self._reports = TierReports()
         self.costs = TierCosts(terms, clock)
         """Told by whoever sees the engine's steps and hears the ranks."""
         self._terms = terms
@@ -64,7 +59,7 @@ class PrefixTiers:
         self._questions: dict[RequestId, Question] = {}
         self._wishes: dict[RequestId, RetentionConfig | None] = {}
         self._begun: dict[RequestId, int] = {}
-        self._loading: dict[RequestId, tuple[int, ...]] = {}
+        self._loading: dict[RequestId, Loading] = {}
         self._failed: dict[RequestId, None] = {}
         self._saves = Saves()
         self._copying: dict[JobId, Span] = {}
@@ -77,8 +72,7 @@ class PrefixTiers:
     def num_tokens(self, request: CachedRequest, num_computed: int) -> int | None:
         """How many tokens behind the first `num_computed` come from here; `None`: ask again in the next step.
 
-        Never counts the last token: the engine computes it to get its first logits. Asked again, it costs no more than
-        to see that what was found is still there.
+        Never counts the last token: the engine computes it to get its first logits.
         """
         self._begun[request.request_id] = self._num_resets
         question = None if self._is_resetting else self._question(request)
@@ -87,6 +81,7 @@ class PrefixTiers:
         if self._disk.waits(question, num_computed):
             return None
         if not self._slots.is_there(question.found):
+            question.from_disk = Span(0, 0)
             question.found = self._slots.find(question.tokens, question.scope)
         num_found = max(0, question.found.num_tokens - num_computed)
         if not self.costs.pays(num_found, from_disk=False):
@@ -94,15 +89,33 @@ class PrefixTiers:
         question.answer = Span(num_computed, num_computed + num_found)
         return num_found
 
+    def repeated(self, request_id: RequestId, num_tokens: int, num_computed: int) -> int | None:
+        """What was answered last, if the same is asked and it is still there; `None`: it must be looked at anew.
+
+        Whether loading pays is not asked again. It is asked for all that wait, in every step, and is nearly free.
+        """
+        question = self._questions.get(request_id)
+        if question is None or (answer := question.answer) is None or answer.start != num_computed:
+            return None
+        is_same = len(question.tokens) == num_tokens - 1 and self._slots.is_there(question.found)
+        return answer.stop - num_computed if is_same else None
+
+    def sources(self, request_id: RequestId) -> Sources | None:
+        """Where the tokens come from that are being loaded for this request; `None`: not from here."""
+        loading = self._loading.get(request_id)
+        return None if loading is None else loading.sources
+
     def allocated(self, request_id: RequestId, tables: Tables, num_external: int) -> bool:
         """The engine gave blocks for what was answered last, or (0) needs none of it; whether a load was ordered."""
         question = self._drop(request_id)
         if question is None or not num_external:
             return False
+        assert question.answer is not None, "law: an engine takes what was answered"
         assert num_external == len(question.answer), "law: an engine takes all that was answered, or nothing"
         blocks = question.answer.blocks(self._terms.tokens_per_block)
         slots = question.found.slots[blocks.start : blocks.stop]
-        self._loading[request_id] = slots
+        num_disk = len(question.answer & question.from_disk)
+        self._loading[request_id] = Loading(slots, Sources(num_external - num_disk, num_disk))
         job = self._jobs.new(lambda _: None)
         self._jobs.order(LoadTokens(job, request_id, question.answer, slots, tables, self._terms.copy_within_s))
         self.counts["loads"] += 1
@@ -119,10 +132,10 @@ class PrefixTiers:
         while len(self._failed) > MAX_FAILED:
             del self._failed[next(iter(self._failed))]
         for request_id in request_ids:
-            slots = self._loading.pop(request_id, None)
-            if slots is not None and request_id in failed:
+            loading = self._loading.pop(request_id, None)
+            if loading is not None and request_id in failed:
                 self.counts["loads_failed"] += 1
-                self._slots.lose(slots)
+                self._slots.lose(loading.slots)
 
     def forget(self, request_id: RequestId) -> None:
         """It will have its tokens from elsewhere."""
@@ -289,15 +302,7 @@ class PrefixTiers:
 
     def take_report(self) -> Report | None:
         """Counters since the last report and present gauges; `None` when nothing changed."""
-        told = {name: float(self.counts[name] - self._reported[name]) for name in self.counts}
-        counters = {f"tier_{name}": told[name] for name in _TOLD if told.get(name)}
-        if failures := sum(told.get(name, 0) for name in _FAILURES):
-            counters["tier_failures"] = failures
-        gauges = self.gauges()
-        if not counters and gauges == self._last_gauges:
-            return None
-        self._reported, self._last_gauges = Counter(self.counts), gauges
-        return Report(counters=counters, gauges={"tiers": gauges})
+        return self._reports.take(self.counts, self.gauges())
 
     def check(self) -> None:
         """Prove all invariants; AssertionError names the broken law."""

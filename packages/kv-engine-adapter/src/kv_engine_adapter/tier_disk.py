@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 from kv_core.keys import Scope
 from kv_core.retention import DEFAULT_PRIORITY, RetentionConfig
@@ -50,8 +50,24 @@ class Question:
     stage: Stage = Stage.UNASKED
     job: JobId = NO_JOB
     deadline: float = 0.0
-    answer: Span = field(default=Span(0, 0))
+    from_disk: Span = field(default=Span(0, 0))
+    """What of it was read from the disk for this very question."""
+    answer: Span | None = None
     """What the engine was last told it can have."""
+
+
+class Sources(NamedTuple):
+    """Tokens of a load, by where they were when the request asked."""
+
+    num_host: int
+    num_disk: int
+
+
+class Loading(NamedTuple):
+    """A request's load that is under way."""
+
+    slots: tuple[int, ...]
+    sources: Sources
 
 
 class DiskTier:
@@ -163,6 +179,7 @@ class DiskTier:
         self._slots.release(kept, num_tokens if num_tokens > wanted.tokens.start else 0, wanted)
         if question.stage is Stage.FETCHING:
             question.stage = Stage.OVER
+            question.from_disk = Span(wanted.start, max(wanted.start, num_tokens))
             question.found = self._slots.find(question.tokens, question.scope)
 
     def _written(self, kept: Kept, tokens: Sequence[int], secret: str, num_tokens: int) -> None:

@@ -13,11 +13,11 @@ __all__ = [
     "TransferResults",
     "extra_keys",
     "hash_block_size",
+    "hit_sources",
     "known_fields",
     "may_load",
     "mixes_windows",
     "num_in_flight",
-    "peer_hit_source",
     "preempted",
     "published_keys",
     "tells_events",
@@ -69,14 +69,14 @@ TELLS_PREEMPTED = "preempted_req_ids" in SchedulerOutput.__dataclass_fields__
 """Whether a step says whose blocks were taken back: else a prompt may not be read while it is computed."""
 
 
-def peer_hit_source() -> object | None:
-    """The label under which vLLM counts tokens that came from a peer; `None` where it has no such labels."""
+def hit_sources(*, host: int = 0, disk: int = 0, p2p: int = 0) -> dict[Any, int]:
+    """Tokens under vLLM's labels of where they came from; nothing of none, and nothing where it has no such labels."""
     try:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
-    except ImportError:
-        return None
-    source: object = CacheHitSource.P2P
-    return source
+    except ImportError:  # such a version never asks
+        return {}
+    counts = {CacheHitSource.HOST: host, CacheHitSource.DISK: disk, CacheHitSource.P2P: p2p}
+    return {source: number for source, number in counts.items() if number}
 
 
 def preempted(output: object) -> Collection[str]:

@@ -22,7 +22,7 @@ from kv_engine_adapter.tier_orders import Answer, TierOrders, slowest, tallied
 from kv_engine_adapter.vllm import compat, setup
 from kv_engine_adapter.vllm.stats import FerryPromMetrics, FerryStats, own_report
 from kv_engine_adapter.vllm.tiers import NO_RATES, SchedulerTiers, TierMetadata
-from kv_engine_adapter.vllm.translate import RequestView, block_tables, scheduled_requests
+from kv_engine_adapter.vllm.translate import RequestView, block_tables, may_want_load, scheduled_requests
 from kv_engine_adapter.vllm.window_blocks import WindowBlocks
 
 if TYPE_CHECKING:
@@ -71,8 +71,6 @@ class FerryHandshake(KVConnectorHandshakeMetadata):
 class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
     """Carries KV between vLLM engines; enabled by `"kv_connector": "FerryConnector"`."""
 
-    _cache_hit_source = compat.peer_hit_source()
-
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         setup.log_like_vllm()
@@ -117,28 +115,47 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
 
     def on_new_request(self, request: "Request") -> None:
         # Versions of vLLM without this hook tell of a request when its turn comes.
-        view = RequestView(request)
-        self._scheduling.announced(view)
-        self._scheduling.early.announced(view)
+        if request.kv_transfer_params:
+            view = RequestView(request)
+            self._scheduling.announced(view)
+            self._scheduling.early.announced(view)
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        view = RequestView(request)
-        wanted = self._scheduling.num_external_tokens(view, num_computed_tokens)
-        if self._tiers is not None and wanted == 0:
-            wanted = self._tiers.prefixes.num_tokens(view, num_computed_tokens)
-        elif self._tiers is not None:
-            self._tiers.prefixes.forget(view.request_id)
+        # Why no view at first: this is asked for every waiting request in every step.
+        wanted = self._num_of_peer(request, num_computed_tokens) if request.kv_transfer_params else 0
+        if self._tiers is not None:
+            wanted = self._tiers.num_tokens(request, num_computed_tokens, wanted)
         return wanted, bool(wanted)
 
+    def _num_of_peer(self, request: "Request", num_computed_tokens: int) -> int | None:
+        scheduling, name = self._scheduling, request.request_id
+        if not scheduling.knows(name):
+            if not may_want_load(request.kv_transfer_params):
+                return 0
+            scheduling.announced(RequestView(request))
+        return scheduling.num_known_tokens(name, request.num_prompt_tokens, num_computed_tokens)
+
+    def get_external_cache_hit_sources(self, request: "Request", num_external_tokens: int) -> dict[Any, int]:
+        found = None if self._tiers is None else self._tiers.prefixes.sources(request.request_id)
+        if found is None:
+            return compat.hit_sources(p2p=num_external_tokens)
+        return compat.hit_sources(host=found.num_host, disk=found.num_disk)
+
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+        # Why the tables only now and then: they are long, and most requests load nothing.
+        tables = block_tables(blocks.get_block_ids()) if num_external_tokens else ()
+        from_tiers = self._tiers is not None and self._tiers.prefixes.allocated(
+            request.request_id, tables, num_external_tokens
+        )
         view = RequestView(request)
-        if view.is_prefill:
-            self._windows.watch(view.request_id, view.num_prompt_tokens)
-        tables = block_tables(blocks.get_block_ids())
-        if self._tiers is None or not self._tiers.prefixes.allocated(view.request_id, tables, num_external_tokens):
-            self._scheduling.allocated(view, tables, num_external_tokens)
         if self._tiers is not None:
             self._tiers.allocated(view)
+        if not request.kv_transfer_params:
+            return
+        if view.is_prefill:
+            self._windows.watch(view.request_id, view.num_prompt_tokens)
+        if not from_tiers:
+            self._scheduling.allocated(view, tables, num_external_tokens)
         self._scheduling.early.announced(view)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
@@ -191,7 +208,8 @@ class FerryConnector(*compat.CONNECTOR_BASES):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        view, tables = RequestView(request), block_tables(block_ids)
+        view, is_kept = RequestView(request), bool(request.kv_transfer_params or self._tiers is not None)
+        tables = block_tables(block_ids) if is_kept else ()
         full, complete = None, setup.prefill_is_complete(request)
         if complete and view.is_prefill:
             full = self._windows.completed(view.request_id, view.num_prompt_tokens, tables)

@@ -79,6 +79,15 @@ class SchedulerTiers:
         if self._running is not None:
             self._running.watch(view)
 
+    def num_tokens(self, request: "Request", num_computed: int, of_peer: int | None) -> int | None:
+        """How many tokens come from here, unless a peer has some; `None`: ask again in the next step."""
+        name: RequestId = request.request_id
+        if of_peer != 0:
+            self.prefixes.forget(name)
+            return of_peer
+        told = self.prefixes.repeated(name, request.num_tokens, num_computed)
+        return self.prefixes.num_tokens(RequestView(request), num_computed) if told is None else told
+
     def finished(self, request: "Request", tables: Tables) -> None:
         """A request ended: keep what it computed, if it computed its prompt."""
         view = RequestView(request)

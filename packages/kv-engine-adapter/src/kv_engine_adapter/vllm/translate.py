@@ -59,7 +59,7 @@ class RequestView:
     @property
     def params(self) -> Mapping[str, object] | None:
         params = self.request.kv_transfer_params
-        return params if isinstance(params, Mapping) else None
+        return params if isinstance(params, (dict, Mapping)) else None  # dict first: it is many times as fast
 
     @property
     def is_prefill(self) -> bool:
@@ -109,6 +109,11 @@ class RequestView:
     def prompt_key(self) -> BlockKey | str:
         scope = self.scope()
         return scope if isinstance(scope, str) else prompt_key(self.request.prompt_token_ids or (), scope)
+
+
+def may_want_load(params: object) -> bool:
+    """Whether a view of a request with such parameters is worth its cost, to see if it wants a load."""
+    return wants_load(params) if isinstance(params, dict) else bool(params)
 
 
 def scheduled_requests(output: "SchedulerOutput", wanted: Container[RequestId]) -> list[ScheduledRequest]:
