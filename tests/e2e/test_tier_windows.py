@@ -19,7 +19,7 @@ COSTS = {"tier_recompute_token_s": 1.0, "tier_host_byte_s": 0.0, "tier_disk_byte
 TIERS = {"tier_host_bytes": 1 << 26, "tier_disk_wait_s": 60.0, "tier_disk_bytes": 1 << 28} | COSTS
 NOISE = 1e-3
 NUM_GROUPS = {"hybrid": 3, "chunks": 2, "latent": 2}
-"""Of other models one; a latent one has blocks half as large. While a prompt is computed, each has blocks for all of it."""
+"""Of other models one; a latent one has blocks half as large. While a prompt is computed, each has all its blocks."""
 WINDOW = SHAPES["hybrid"].window
 LONG = WINDOW + 2 * BLOCK
 """Tokens of an answer that has left the prompt's windows behind."""

@@ -59,9 +59,8 @@ GROUPS: Final[dict[str, dict[str, str]]] = {
         "Both sides": "config handover orders ports known_peers fingerprint metrics hooks",
         "The scheduler side": "scheduler families early twins idle",
         "The worker side": "worker",
-        "Tiers": "tier tier_config tier_terms tier_costs retain tier_slots tier_parts tier_saves tier_jobs tier_disk tier_reports"
-        " tier_events tier_orders"
-        " tier_worker tier_memory",
+        "Tiers": "tier tier_config tier_terms tier_costs retain tier_slots tier_parts tier_saves tier_jobs tier_disk"
+        " tier_reports tier_events tier_orders tier_worker tier_memory",
         "vLLM": "vllm/",
         "The command": "cli/",
     },

@@ -90,10 +90,8 @@ class PrefixTiers:
         return num_found
 
     def repeated(self, request_id: RequestId, num_tokens: int, num_computed: int) -> int | None:
-        """What was answered last, if the same is asked and it is still there; `None`: it must be looked at anew.
-
-        Whether loading pays is not asked again. It is asked for all that wait, in every step, and is nearly free.
-        """
+        """What was answered last, if the same is asked and it is still there; `None`: it must be looked at anew."""
+        # Why: this is asked for all that wait, in every step. Whether loading pays is not asked again.
         question = self._questions.get(request_id)
         if question is None or (answer := question.answer) is None or answer.start != num_computed:
             return None

@@ -179,7 +179,7 @@ class DiskTier:
         self._slots.release(kept, num_tokens if num_tokens > wanted.tokens.start else 0, wanted)
         if question.stage is Stage.FETCHING:
             question.stage = Stage.OVER
-            question.from_disk = Span(wanted.start, max(wanted.start, num_tokens))
+            question.from_disk = Span(wanted.tokens.start, max(wanted.tokens.start, num_tokens))
             question.found = self._slots.find(question.tokens, question.scope)
 
     def _written(self, kept: Kept, tokens: Sequence[int], secret: str, num_tokens: int) -> None:
