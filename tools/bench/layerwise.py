@@ -51,6 +51,7 @@ def serve(pipe: Connection, case: Case, layer_s: float) -> None:
                 rank.advance(transfer, start + STEP, tables)
         pipe.send(time.monotonic())
         rank.complete(transfer)
+        pipe.recv()  # that it is loaded
         rank.settle(transfer, transfer, "the end of a round")
         rank.poll()
     ranks.close()
@@ -79,7 +80,9 @@ class Receiver:
         loaded_at = time.monotonic()
         assert received[0].ok, received[0].reason
         assert self._pipe.poll(LOAD_S), "the sender does not answer"
-        return loaded_at - float(self._pipe.recv())
+        computed_at = float(self._pipe.recv())
+        self._pipe.send("loaded")
+        return loaded_at - computed_at
 
     def prove(self, arm: str) -> None:
         """Once to connect, once to compare."""
@@ -137,7 +140,7 @@ def main() -> None:
         f"{options.layers_per_chunk} layers a chunk, {options.layer_ms:g} ms a layer: what is left after the last one"
     )
     arms = OURS, THEIRS
-    tell(claim, pairs, arms, lambda _, one, other: other / one, RESULTS, arms=arms, whole=round(whole, 4))
+    tell(claim, pairs, arms, lambda _, one, other: other / one, RESULTS, whole=round(whole, 4))
 
 
 if __name__ == "__main__":
