@@ -18,8 +18,8 @@ COSTS = {"tier_recompute_token_s": 1.0, "tier_host_byte_s": 0.0, "tier_disk_byte
 """Given, so that what is measured on a busy machine decides nothing."""
 TIERS = {"tier_host_bytes": 1 << 26, "tier_disk_wait_s": 60.0, "tier_disk_bytes": 1 << 28} | COSTS
 NOISE = 1e-3
-NUM_GROUPS = {"hybrid": 3, "chunks": 2, "latent": 2}
-"""Of other models one; a latent one has blocks half as large. While a prompt is computed, each has all its blocks."""
+NUM_GROUPS = {"hybrid": 3, "chunks": 4, "windows": 1, "latent": 2}
+"""A latent model has one, with blocks half as large. While a prompt is computed, each has blocks for all of it."""
 WINDOW = SHAPES["hybrid"].window
 LONG = WINDOW + 2 * BLOCK
 """Tokens of an answer that has left the prompt's windows behind."""
@@ -27,7 +27,7 @@ LONG = WINDOW + 2 * BLOCK
 
 def running(models, kind, settings):
     """An engine whose device has room for one prompt of a thousand tokens."""
-    num_blocks = NUM_GROUPS.get(kind, 1) * (NUM_BLOCKS + 1) + 1
+    num_blocks = NUM_GROUPS[kind] * (NUM_BLOCKS + 1) + 1
     return running_engine(models[kind], settings, num_gpu_blocks_override=num_blocks)
 
 
