@@ -1,6 +1,6 @@
 """A real engine with tiers in trouble: few blocks for many requests, clients that go, other weights, disks that fail.
 
-Without its own prefix cache (and with one in the long version), and prompts are computed in steps of 64 tokens. The
+Without its own prefix cache and with one, and prompts are computed in steps of 64 tokens. The
 engine is stepped by hand (`tier_storm`); every answer is compared with what the same prompt is answered alone.
 """
 
@@ -30,7 +30,7 @@ from kv_testing.tier_troubles import (
 )
 from kv_transfer.prefix_store.chain import PrefixChain
 
-pytestmark = [pytest.mark.vllm, pytest.mark.nixl, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.nixl, pytest.mark.timeout(1200)]
 
 NUM_TOKENS = 717
 RECORD = 64
@@ -42,7 +42,7 @@ COSTS = {"tier_recompute_token_s": 1.0, "tier_host_byte_s": 0.0, "tier_disk_byte
 TIERS = COSTS | {"tier_host_bytes": 1 << 26, "tier_disk_bytes": 1 << 28, "tier_disk_wait_s": 60.0}
 
 
-@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.long)], ids=["plain", "caching"])
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "caching"])
 def engine(request, models, tmp_path_factory):
     kept = tmp_path_factory.mktemp("troubles") / "kept"
     caches = {"enable_prefix_caching": request.param, "max_num_batched_tokens": CHUNK, "max_num_seqs": 16}
