@@ -1,7 +1,9 @@
 """One sample of every message, strategies that draw any, and mutations of their bytes."""
 
 import random
+from typing import Any, Final
 
+import msgspec
 from hypothesis import strategies as st
 
 from kv_core.ids import Incarnation, InstanceId, Rank, SessionId, TransferId
@@ -14,6 +16,8 @@ from kv_transfer.plan.frontier import Ahead
 from kv_transfer.plan.plan import MAX_TOKENS, Piece
 from kv_transfer.protocol import messages as m
 
+HEADER_BYTES: Final = 4
+"""Before the body of a packet."""
 SESSION = SessionId("0123456789abcdef" * 2)
 TRANSFER = TransferId("fedcba9876543210" * 2)
 RUN = Incarnation("p-1")
@@ -150,3 +154,36 @@ def mutated(packet: bytes, dice: random.Random) -> bytes:
             case 4:
                 del changed[where:]
     return bytes(changed)
+
+
+def altered(packet: bytes, dice: random.Random) -> bytes:
+    """A message of the same shape in which one or two values are others, so that most of what comes out is read."""
+    body = msgspec.msgpack.decode(packet[HEADER_BYTES:])
+    for _ in range(dice.randint(1, 2)):
+        body = _altered(body, dice)
+    return packet[:HEADER_BYTES] + msgspec.msgpack.encode(body)
+
+
+def _altered(value: Any, dice: random.Random) -> Any:
+    match value:
+        case dict():
+            name = dice.choice([name for name in value if name != "type"] or [None])
+            return value if name is None else value | {name: _altered(value[name], dice)}
+        case [*entries] if entries:
+            where = dice.randrange(len(entries))
+            entry, how = entries[where], dice.random()
+            instead = [] if how < 0.05 else [entry, entry] if how < 0.1 else [_altered(entry, dice)]
+            return [*entries[:where], *instead, *entries[where + 1 :]]
+        case bool():
+            return not value
+        case int():
+            others = (0, 1, max(0, value - 1), value + 1, 2 * value, value ^ (1 << dice.randrange(40)))
+            return max(-(1 << 63), min(dice.choice(others), (1 << 64) - 1))
+        case str() if value:
+            where = dice.randrange(len(value))
+            return value[:where] + dice.choice("0123456789abcdef") + value[where + 1 :]
+        case bytes() if value:
+            where = dice.randrange(len(value))
+            return value[:where] + dice.randbytes(1) + value[where + 1 :]
+        case _:
+            return value

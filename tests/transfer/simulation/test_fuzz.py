@@ -1,20 +1,23 @@
 """Random and mutated packets at live ranks: no error but the documented ones, no unbounded memory.
 
-Real packets of running sessions are recorded, changed, and delivered where they were going; a packet that still says
-something is then a hostile peer's. Nothing is on offer, so no bytes move.
+Real packets of running sessions are recorded, changed, and delivered where they were going: half of them in their
+bytes, which hardly ever leaves a message, and half in the values of their fields, which nearly always does and is then
+a hostile peer's. Nothing is on offer, so no bytes move.
 """
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable
 from random import Random
 
 import pytest
 
-from kv_testing.messages import SAMPLES, mutated
+from kv_testing.messages import SAMPLES, altered, mutated
 from kv_testing.sim.schedule import World
 from kv_testing.sim.weather import Weather
 from kv_transfer.protocol import codec
+from kv_transfer.protocol.errors import ProtocolError
 from kv_transfer.protocol.messages import Message, Rejected
 
 pytestmark = pytest.mark.drawn
@@ -42,22 +45,39 @@ def _pelt(num_packets: int, seed: int) -> None:
         world = World(seed)
         world.clockwork.weather = Weather(calm_at=0.0)
         recorded = _record(world)
-        dice, num_bad = Random(seed), 0
+        dice, num_bad, read = Random(seed), 0, Counter[str]()
         samples = [codec.encode(sample) for sample in SAMPLES]
         for number in range(num_packets):
             if number % NUM_ROUND == 0:
                 num_bad = _bad_messages(world)
                 _order_again(world)
+                _check_bounded(world)
             packet, arrive = dice.choice(recorded)
-            arrive(mutated(dice.choice(samples) if dice.random() < 0.2 else packet, dice))
+            change = dice.choice((mutated, altered))
+            changed = change(dice.choice(samples) if dice.random() < 0.2 else packet, dice)
+            read[_type_of(changed)] += 1
+            arrive(changed)
             del recorded[:-512]
-        assert num_bad > NUM_ROUND / 2, "garbage is counted"
-        for rank in (rank for instance in world.instances for rank in instance.ranks):
-            gauges = rank.core.measure().gauges
-            assert max(gauges[name] for name in ("sessions", "peers", "parked")) < MAX_OPEN
-            assert not rank.process.counters["internal_errors"]
+        assert num_bad > num_packets / 50, f"garbage is counted: {num_bad}"
+        assert set(read) == {"nothing", *(type(each).__name__ for each in SAMPLES)}
+        assert min(read.values()) > num_packets / 1000, f"each kind of message is read: {read}"
+        _check_bounded(world)
     finally:
         logging.disable(logging.NOTSET)
+
+
+def _type_of(packet: bytes) -> str:
+    try:
+        return type(codec.decode(packet)).__name__
+    except ProtocolError:
+        return "nothing"
+
+
+def _check_bounded(world: World) -> None:
+    for rank in (rank for instance in world.instances for rank in instance.ranks):
+        gauges = rank.core.measure().gauges
+        assert max(gauges[name] for name in ("sessions", "peers", "parked")) < MAX_OPEN
+        assert not rank.process.counters["internal_errors"]
 
 
 def _record(world: World) -> list[tuple[bytes, Callable[[bytes], None]]]:
