@@ -1,7 +1,7 @@
 """A real engine with tiers in trouble: few blocks for many requests, clients that go, other weights, disks that fail.
 
-Without its own prefix cache and with one, and prompts are computed in steps of 64 tokens. The
-engine is stepped by hand (`tier_storm`); every answer is compared with what the same prompt is answered alone.
+Without its own prefix cache and with one; prompts are computed in steps of 64 tokens. The engine is stepped by hand
+(`tier_storm`); every answer is compared with what the same prompt is answered alone.
 """
 
 import os

@@ -11,7 +11,7 @@ from model.make_tiny import SHAPES
 from kv_testing.tier_process import BLOCK, NUM_BLOCKS, running_engine
 from kv_testing.waiting import wait_for
 
-pytestmark = [pytest.mark.vllm, pytest.mark.nixl, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.nixl, pytest.mark.timeout(900)]
 
 NUM_TOKENS = 717
 COSTS = {"tier_recompute_token_s": 1.0, "tier_host_byte_s": 0.0, "tier_disk_byte_s": 0.0, "tier_start_s": 0.0}
@@ -85,7 +85,6 @@ def test_a_hybrid_model_is_served_from_host_memory_and_after_a_restart_from_disk
         assert engine.counts()["fetched_tokens"] == 2 * (NUM_TOKENS - 1)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("kind", ["latent", "windows", "chunks"])
 def test_other_models_are_served_from_host_memory_and_after_a_restart_from_disk(models, tmp_path, kind):
     settings = TIERS | {"tier_disk_dir": str(tmp_path / "kept")}

@@ -46,9 +46,6 @@ TRANSPORTS: Mapping[str, Mapping[str, str]] = {
     "tcp": {"UCX_LOG_LEVEL": "info", "UCX_TLS": "tcp"},
 }
 """UCX finds shared memory by itself; told to use TCP alone, two engines talk as if on two hosts. It logs its choice."""
-FEW_SIZES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8"}
-"""oneDNN keeps code for each number of tokens in a step: with its 1,024 an engine without any connector grew by 540 MiB
-in 1,084 prompts, with 8 by 123 in 583, nearly all of it in the first 220; so what else grows is seen."""
 
 SHARED_MEMORY_FIRST = pytest.mark.parametrize(
     "fleet", ["shm", pytest.param("tcp", marks=pytest.mark.long)], indirect=True, scope="session"
@@ -73,6 +70,7 @@ class Role:
     """Of our connector."""
     vllm: str | None = None
     """The version it runs; the installed one if None."""
+    environment: Mapping[str, str] = field(default_factory=dict)
     has_tiers: bool = False
     """It keeps prefixes in host memory and in the directory that all engines of the fleet share."""
 
@@ -88,15 +86,16 @@ ROLES: Mapping[str, Role] = {
     "X1": Role("other", 1, ("1",)),
     "C1": Role("tiny", 1, ("0",), extra_arguments=("--max-num-batched-tokens", str(TOKENS_PER_STEP))),
 }
-TWINS: Mapping[str, Role] = {"Q1": Role("tiny", 1, ("0",)), "E1": Role("tiny", 1, ("1",))}
-"""A second prefill and a second decode engine, like P1 and D1."""
-TIER_ROLES: Mapping[str, Role] = {
-    "TP1": Role("tiny", 1, ("0",), has_tiers=True),
-    "TQ1": Role("tiny", 1, ("0",), has_tiers=True),
-    "TD1": Role("tiny", 1, ("1",), has_tiers=True),
-    "TE1": Role("tiny", 1, ("1",), has_tiers=True),
+# oneDNN keeps code for each number of tokens in a step: with its 1,024 an engine without any connector grew by 540 MiB
+# in 1,084 prompts, with 8 by 123 in 583, nearly all of it in the first 220, so what else grows is seen. It is slower.
+_FEW_SIZES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8"}
+CHAOS_ROLES: Mapping[str, Role] = {
+    f"{kind}{letter}1": Role("tiny", 1, (core,), has_tiers=kind == "T", environment=_FEW_SIZES)
+    for kind in "VT"
+    for letter, core in {"P": "0", "Q": "0", "D": "1", "E": "1"}.items()
 }
-"""Prefill and decode engines with tiers; their devices hold five of the longest prompts they are asked."""
+"""Two prefill (P, Q) and two decode engines (D, E) whose memory is watched, without (V) and with tiers (T); devices of
+the latter hold five of the longest prompts they are asked."""
 TIER_BLOCKS = 80
 TIER_DISK_BYTES = 96 << 20
 TIER_OPTIONS: Mapping[str, object] = {
@@ -214,7 +213,7 @@ class Fleet:
         assert not gone, f"engines have ended (name: exit code): {gone}; logs in {self.folder}"
 
     def _config(self, name: str) -> EngineConfig:
-        role = {**ROLES, **TWINS, **TIER_ROLES, **GROUP_ROLES, **OLDER_ROLES}[name]
+        role = {**ROLES, **CHAOS_ROLES, **GROUP_ROLES, **OLDER_ROLES}[name]
         tiers = {**TIER_OPTIONS, "tier_disk_dir": str(self.disk)} if role.has_tiers else {}
         return EngineConfig(
             name=name,
@@ -228,7 +227,7 @@ class Fleet:
             num_blocks=TIER_BLOCKS if role.has_tiers else NUM_BLOCKS,
             max_prompt_tokens=MAX_PROMPT_TOKENS,
             extra_arguments=role.extra_arguments,
-            environment={**FEW_SIZES, **TRANSPORTS[self.transport], **environment_of(role.vllm)},
+            environment={**role.environment, **TRANSPORTS[self.transport], **environment_of(role.vllm)},
         )
 
 
