@@ -271,3 +271,18 @@ def test_the_same_question_is_answered_without_a_look_at_its_tokens(monkeypatch)
     tiers.prefixes.reset()
     connector.get_num_new_matched_tokens(asking, 32)
     assert looks.call_count == 3, "what was there is gone"
+
+
+@pytest.mark.parametrize("windows", [(0,), (0, 64)])
+def test_a_request_that_asks_no_peer_is_watched_all_the_same_where_windows_move_on(windows):
+    from kv_engine_adapter.vllm.connector import FerryConnector
+    from kv_engine_adapter.vllm.tiers import SchedulerTiers
+
+    terms = TierTerms(tokens_per_block=SIZE, num_slots=40, bytes_per_token=10, max_tokens=4096, num_ranks=1,
+                      break_even=BreakEven(1.0, 0.0, 0.0), windows=windows)  # fmt: skip
+    connector = object.__new__(FerryConnector)
+    connector._tiers = tiers = SchedulerTiers(terms)
+    tiers.bind(SimpleNamespace(block_pool=Pool()))
+    asking = Request("asks", 71, 0, 71, "WAITING", kv_transfer_params=None)
+    connector.update_state_after_alloc(asking, SimpleNamespace(get_block_ids=lambda: ([4, 5, 6],)), 0)
+    assert (tiers._running is None) if windows == (0,) else len(tiers._running) == 1

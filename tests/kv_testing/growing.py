@@ -12,6 +12,7 @@ from typing import Final
 
 from kv_core.ids import Rank, RequestId, TransferId
 from kv_core.spans import Span, ceil_div
+from kv_testing.hangs import planted
 from kv_testing.tagged import fill
 from kv_testing.worlds import FAST, NUM_TOKENS, PROMPT, Side, fresh_id, pair
 from kv_transfer.direct.in_process import InProcessHub
@@ -119,3 +120,16 @@ def arrived(d) -> int:
     """How far the order has come, at its slowest rank."""
     d.step()
     return min((d.arrived.get((rank, "d0"), 0) for rank in range(len(d.ranks))), default=0)
+
+
+def given_up_while_read(p: Side, d: Side, prompt: GrowingPrompt) -> None:
+    """A gather hangs, and reads blocks that are somebody else's by then: nothing of it is written, nothing stays."""
+    with planted(p.cores[0].sender.passages._copier, "_parts") as gather:
+        gather.hang()
+        d.order(p, prompt.transfer_id)
+        gather.wait_until_met()
+        prompt.abandon("preempted")
+    assert "preempted" in d.outcome(others=[p]).reason
+    assert (d.misplaced(Span(0, 0)), p.count("bytes_out")) == (0, 0)
+    d.check_clean()
+    p.check_clean()

@@ -6,8 +6,7 @@ import time
 import pytest
 
 from kv_core.ids import RequestId
-from kv_core.spans import Span
-from kv_testing.growing import EVERY_PATH, SHORT, GrowingPrompt, arrived, steps, world_of
+from kv_testing.growing import EVERY_PATH, SHORT, GrowingPrompt, arrived, given_up_while_read, steps, world_of
 from kv_testing.hangs import planted
 from kv_testing.waiting import wait_for
 from kv_testing.worlds import NUM_TOKENS, SOON_S, pair
@@ -49,18 +48,9 @@ def test_a_request_may_be_offered_anew():
 
 
 def test_bytes_that_were_read_after_the_end_are_not_written():
-    """A gather that hangs reads blocks that are somebody else's by then."""
     with pair() as (p, d, _):
         prompt = GrowingPrompt(p).open(NUM_TOKENS)
-        with planted(p.cores[0].sender.passages._copier, "_parts") as gather:
-            gather.hang()
-            d.order(p, prompt.transfer_id)
-            gather.wait_until_met()
-            prompt.abandon("preempted")
-        assert "preempted" in d.outcome(others=[p]).reason
-        assert (d.misplaced(Span(0, 0)), p.count("bytes_out")) == (0, 0)
-        d.check_clean()
-        p.check_clean()
+        given_up_while_read(p, d, prompt)
 
 
 def test_of_two_equal_prompts_the_one_that_is_further_serves():

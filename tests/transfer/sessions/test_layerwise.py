@@ -13,7 +13,7 @@ from kv_core.errors import CallerError
 from kv_core.ids import RequestId
 from kv_core.spans import Span
 from kv_testing.engine_process import make_nixl_side
-from kv_testing.growing import EVERY_PATH, GrowingPrompt, steps, world_of
+from kv_testing.growing import EVERY_PATH, GrowingPrompt, given_up_while_read, steps, world_of
 from kv_testing.hangs import planted
 from kv_testing.layouts import make_state
 from kv_testing.tagged import wanted
@@ -208,19 +208,10 @@ def test_a_prompt_that_is_given_up_within_a_step_says_so():
 
 
 def test_a_layer_that_was_read_after_the_end_is_not_written():
-    """A gather that hangs reads blocks that are somebody else's by then."""
     with pair(config=BY_LAYERS) as (p, d, _):
         prompt = GrowingPrompt(p).open(0)
         prompt.advance_layers(0, Ahead(3, NUM_TOKENS))
-        with planted(p.cores[0].sender.passages._copier, "_parts") as gather:
-            gather.hang()
-            d.order(p, prompt.transfer_id)
-            gather.wait_until_met()
-            prompt.abandon("preempted")
-        assert "preempted" in d.outcome(others=[p]).reason
-        assert (d.misplaced(Span(0, 0)), p.count("bytes_out")) == (0, 0)
-        d.check_clean()
-        p.check_clean()
+        given_up_while_read(p, d, prompt)
 
 
 def test_an_equal_prompt_that_is_behind_goes_on_within_its_own_step():
