@@ -3,12 +3,10 @@
 The hybrid model has the shape of Gemma 3: four layers slide over 80 tokens, two see all, in three cache groups.
 """
 
-import random
-
 import pytest
 from model.make_tiny import SHAPES
 
-from kv_testing.tier_process import BLOCK, NUM_BLOCKS, running_engine
+from kv_testing.tier_process import BLOCK, NOISE, NUM_BLOCKS, prompts, running_engine, same
 from kv_testing.waiting import wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.nixl, pytest.mark.timeout(900)]
@@ -17,7 +15,6 @@ NUM_TOKENS = 717
 COSTS = {"tier_recompute_token_s": 1.0, "tier_host_byte_s": 0.0, "tier_disk_byte_s": 0.0, "tier_start_s": 0.0}
 """Given, so that what is measured on a busy machine decides nothing."""
 TIERS = {"tier_host_bytes": 1 << 26, "tier_disk_wait_s": 60.0, "tier_disk_bytes": 1 << 28} | COSTS
-NOISE = 1e-3
 NUM_GROUPS = {"hybrid": 3, "chunks": 4, "windows": 1, "latent": 2}
 """A latent model has one, with blocks half as large. While a prompt is computed, each has blocks for all of it."""
 WINDOW = SHAPES["hybrid"].window
@@ -29,16 +26,6 @@ def running(models, kind, settings):
     """An engine whose device has room for one prompt of a thousand tokens."""
     num_blocks = NUM_GROUPS[kind] * (NUM_BLOCKS + 1) + 1
     return running_engine(models[kind], settings, num_gpu_blocks_override=num_blocks)
-
-
-def prompts(name, number, num_tokens=NUM_TOKENS):
-    dice = random.Random(name)
-    return [tuple(dice.choice(range(16, 500)) for _ in range(num_tokens)) for _ in range(number)]
-
-
-def same(ours, theirs):
-    moves = [abs(one - other) for one, other in zip(ours.best, theirs.best, strict=True)]
-    return ours.tokens == theirs.tokens and max(moves) < NOISE
 
 
 def flood(engine, name, number=2):
@@ -57,7 +44,7 @@ def comes_back(engine, prompt, first, name):
 
 def test_a_hybrid_model_is_served_from_host_memory_and_after_a_restart_from_disk(models, tmp_path):
     settings = TIERS | {"tier_disk_dir": str(tmp_path / "kept")}
-    short, long, shared = prompts("hybrid", 3)
+    short, long, shared = prompts("hybrid", 3, NUM_TOKENS)
     with running(models, "hybrid", settings) as engine:
         first = {prompt: engine.ask(prompt, number) for prompt, number in ((short, 1), (long, LONG))}
         comes_back(engine, short, first[short], "short")
@@ -88,7 +75,7 @@ def test_a_hybrid_model_is_served_from_host_memory_and_after_a_restart_from_disk
 @pytest.mark.parametrize("kind", ["latent", "windows", "chunks"])
 def test_other_models_are_served_from_host_memory_and_after_a_restart_from_disk(models, tmp_path, kind):
     settings = TIERS | {"tier_disk_dir": str(tmp_path / "kept")}
-    short, long = prompts(kind, 2)
+    short, long = prompts(kind, 2, NUM_TOKENS)
     with running(models, kind, settings) as engine:
         first = {prompt: engine.ask(prompt, number) for prompt, number in ((short, 1), (long, LONG))}
         for prompt, answer in first.items():

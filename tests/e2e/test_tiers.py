@@ -4,14 +4,12 @@ One engine keeps, the next one finds on disk what the first has left. The device
 tokens, which floods it.
 """
 
-import random
-
 import pytest
 
 from kv_core.spans import Span
 from kv_engine_adapter.cli.engines import free_port
 from kv_testing.subscriber import Subscriber
-from kv_testing.tier_process import BLOCK, running_engine
+from kv_testing.tier_process import BLOCK, prompts, running_engine, same
 from kv_testing.waiting import wait_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.nixl, pytest.mark.timeout(900)]
@@ -23,18 +21,6 @@ COSTS = {"tier_recompute_token_s": 1.0, "tier_host_byte_s": 0.0, "tier_disk_byte
 """Given, so that what is measured on a busy machine decides nothing."""
 TIERS = {"tier_host_bytes": 1 << 26, "tier_disk_wait_s": 60.0} | COSTS
 RECORD = 64
-NOISE = 1e-3
-"""Of a log-probability: tokens in other batches are added in another order."""
-
-
-def prompts(name, number, num_tokens=NUM_TOKENS):
-    dice = random.Random(name)
-    return [tuple(dice.choice(range(16, 500)) for _ in range(num_tokens)) for _ in range(number)]
-
-
-def same(ours, theirs):
-    moves = [abs(one - other) for one, other in zip(ours.best, theirs.best, strict=True)]
-    return ours.tokens == theirs.tokens and max(moves) < NOISE
 
 
 def flood(engine, prompt):
@@ -43,7 +29,7 @@ def flood(engine, prompt):
 
 def test_prompts_come_back_from_host_memory_and_after_a_restart_from_disk(models, tmp_path):
     disk = {"tier_disk_dir": str(tmp_path / "kept"), "tier_disk_bytes": 1 << 28}
-    kept, damaged, broken = prompts("kept", 3)
+    kept, damaged, broken = prompts("kept", 3, NUM_TOKENS)
     floods = iter(prompts("flood", 12, 1000))
     port = free_port()
     with Subscriber(port) as heard, running_engine(models["tiny"], TIERS | disk, event_port=port) as engine:

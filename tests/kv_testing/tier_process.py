@@ -7,6 +7,7 @@ Law: `with running_engine(...)` leaves no process behind.
 
 import multiprocessing
 import os
+import random
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,9 @@ BLOCK = 32
 NUM_BLOCKS = 33
 """Of the device: one that holds nothing, and room for one prompt of a thousand tokens."""
 
+NOISE = 1e-3
+"""Of a log-probability: tokens in other batches are added in another order."""
+
 
 class Answer(NamedTuple):
     """Tokens, their log-probabilities, and how many tokens of the prompt came from a cache."""
@@ -29,6 +33,18 @@ class Answer(NamedTuple):
     tokens: tuple[int, ...]
     best: tuple[float, ...]
     num_cached: int
+
+
+def prompts(name: str, number: int, num_tokens: int) -> list[tuple[int, ...]]:
+    """Prompts that nobody else asks."""
+    dice = random.Random(name)
+    return [tuple(dice.choice(range(16, 500)) for _ in range(num_tokens)) for _ in range(number)]
+
+
+def same(ours: Answer, theirs: Answer) -> bool:
+    """Equal tokens, and log-probabilities that differ by no more than their order of adding."""
+    moves = [abs(one - other) for one, other in zip(ours.best, theirs.best, strict=True)]
+    return ours.tokens == theirs.tokens and max(moves) < NOISE
 
 
 class TierProcess:
